@@ -1,0 +1,65 @@
+# Two commands matter: `make demo` and `make test`. Both set everything up first.
+PYTHON ?= python3
+VENV   ?= .venv
+JOBS   ?= 2
+
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# The version check of pyright's wrapper would ask the network on every run.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test test-slow lint format types layers bench-step wheel clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "Variables: PYTHON=$(PYTHON) (3.11 or newer), VENV=$(VENV), JOBS=$(JOBS) (test processes)"
+
+setup: $(STAMP) ## Create the virtual environment and install the pinned versions
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": try make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## Prune a small network on embedded data to 20% of its FLOPs
+	$(BIN)/dllp prune --data digits --model small_cnn --keep-flops 0.2 --particles 2 --granularity channel --out runs/demo --overwrite
+
+test: lint types layers ## Lint, types, layers, and all tests but the slow ones, with coverage
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" --cov --cov-report=term --cov-fail-under=90
+
+test-slow: $(STAMP) ## The tests that take minutes
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow
+
+lint: $(STAMP) ## Check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP) ## Repair style and formatting
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(STAMP) ## Check types
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+layers: $(STAMP) ## Check that modules import in one direction only
+	$(BIN)/lint-imports
+
+bench-step: $(STAMP) ## Time and memory of one step, as ratios to plain training
+	$(BIN)/python benchmarks/step.py
+
+wheel: $(STAMP) ## Build sdist and wheel, install the wheel elsewhere and start it
+	rm -rf dist
+	$(BIN)/python -m build
+	set -e; there=$$(mktemp -d); trap 'rm -rf "$$there"' EXIT; \
+	$(BIN)/python -m pip install --quiet --no-deps --target "$$there" dist/*.whl; \
+	python="$(abspath $(BIN))/python"; export PYTHONPATH="$$there"; cd "$$there"; \
+	"$$python" -c 'import dllp, sys; sys.exit(not dllp.__file__.startswith(sys.argv[1]))' "$$there"; \
+	bin/dllp --help
+
+clean: ## Remove the environment, caches and build results (runs/ stays)
+	rm -rf $(VENV) build dist .coverage .coverage.* htmlcov .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find dllp tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,25 @@
+"""dllp: neural networks made small, with a posterior that says how far to trust what is left."""
+
+from dllp.api import Result, load, prune, train_dense
+from dllp.config import Config
+from dllp.errors import ArtifactError, ConfigError, DataError, DllpError, StructureError
+from dllp.posterior import Posterior, Prediction
+from dllp.train import EpochRecord
+from dllp.version import __version__
+
+__all__ = [
+    "ArtifactError",
+    "Config",
+    "ConfigError",
+    "DataError",
+    "DllpError",
+    "EpochRecord",
+    "Posterior",
+    "Prediction",
+    "Result",
+    "StructureError",
+    "__version__",
+    "load",
+    "prune",
+    "train_dense",
+]

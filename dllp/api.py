@@ -1,0 +1,296 @@
+"""The one verb: prune a network, and hold, save and load what came of it."""
+
+from __future__ import annotations
+
+import copy
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from dllp import artifacts
+from dllp.config import Config
+from dllp.data import ArrayData, Batches, Dataset, LoaderBatches, from_pair, validate
+from dllp.data import load as load_data
+from dllp.errors import ArtifactError, ConfigError, DataError, StructureError
+from dllp.extract import Slab, extract
+from dllp.gating import ChannelGating, FilterFn, WeightGating
+from dllp.particles import Particles
+from dllp.posterior import Posterior
+from dllp.slicing import cut
+from dllp.structure import Structure, discover
+from dllp.train import EpochRecord, Trainer
+from dllp.version import __version__
+
+Data = DataLoader[Any] | tuple[Any, Any] | ArrayData | Dataset | str
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a network costs: multiply-accumulates of one example and stored numbers, of non-zero weights only."""
+
+    macs: float
+    params: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """A pruned network and everything known about it.
+
+    Attributes:
+        config: The configuration of the run, every default filled in.
+        slabs: The extracted particles, M_p and M_0 of each.
+        posterior: Predicts with all extracted particles.
+        history: One record for each epoch.
+        dense, sizes: Costs of the original network and of each extracted one.
+        gates: Gate logits (n, U), decisions (n, U), slab precisions (n, modules) and noise 1/d^2 (n,).
+        widths: Kept and original channels (or weights) of each group, for each particle.
+        whole: Groups that were kept whole, and why.
+        info: Versions and hardware of the run, and whatever a caller adds.
+    """
+
+    config: Config
+    slabs: list[Slab]
+    posterior: Posterior
+    history: list[dict[str, Any]]
+    dense: Size
+    sizes: list[Size]
+    gates: dict[str, Tensor]
+    widths: dict[str, list[int]]
+    whole: dict[str, str] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def model(self) -> nn.Module:
+        """M_p, the pruned network: the slab part of the first particle."""
+        return self.slabs[0].network
+
+    @property
+    def reference(self) -> nn.Module:
+        """M_0, the first particle in its full shape."""
+        return self.slabs[0].reference
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the run into a folder that holds no other run; returns the folder."""
+        folder = Path(folder)
+        if (folder / artifacts.RUN).exists():
+            raise ArtifactError(f"{folder} already holds a run: choose another folder or remove it first")
+        for i, slab in enumerate(self.slabs):
+            artifacts.write_network(folder / f"particle-{i}.safetensors", slab.network, slab.gated)
+            artifacts.write_network(folder / f"reference-{i}.safetensors", slab.reference)
+        artifacts.write_tensors(folder / "gates.safetensors", self.gates)
+        run = {
+            "format": artifacts.FORMAT,
+            "config": self.config.as_dict(),
+            "recipes": [slab.recipe for slab in self.slabs],
+            "gated": list(self.slabs[0].gated),
+            "dense": vars(self.dense),
+            "sizes": [vars(size) for size in self.sizes],
+            "widths": self.widths,
+            "whole": self.whole,
+            "history": self.history,
+            "info": self.info,
+        }
+        artifacts.write_json(folder / artifacts.RUN, run)
+        return folder
+
+
+def prune(
+    model: nn.Module,
+    data: Data,
+    config: Config | None = None,
+    *,
+    filter_fn: FilterFn | None = None,
+    on_epoch: Callable[[EpochRecord], None] | None = None,
+    on_step: Callable[[Trainer], None] | None = None,
+) -> Result:
+    """Prune a network by DLLP in one training run; `model` itself is left as it was.
+
+    Args:
+        model: Any network that maps a batch of inputs to a batch of outputs.
+        data: A DataLoader of (inputs, labels), a pair of tensors, a split in memory, or the name of a data set.
+        config: How; `dllp.Config(keep_flops=0.45)` for a budget.
+        filter_fn: `filter_fn(module, name)` says what may be touched.
+        on_epoch: Called with an :class:`EpochRecord` after each epoch.
+        on_step: Called with the :class:`Trainer` after each step.
+    """
+    config = (config or Config()).resolved()
+    device = find_device(config.device)
+    batches = as_batches(data, config, device)
+    example = example_of(batches)
+    structure = discover(model, example, filter_fn=filter_fn)
+    check_targets(model, batches, example)
+    if config.granularity == "channel" and not structure.groups:
+        reasons = "; ".join(f"{name}: {why}" for name, why in list(structure.whole.items())[:3])
+        raise StructureError(f"the network has no channels that can be pruned ({reasons}): try granularity='weight'")
+    particles = Particles.start(model, config, device)
+    gating = make_gating(model, structure, particles, config, filter_fn)
+    trainer = Trainer(particles, gating, config, num_data=batches.num_examples, steps_per_epoch=batches.steps)
+    history = trainer.run(batches, on_epoch=on_epoch, on_step=on_step)
+    return collect(trainer, structure, example, history)
+
+
+def train_dense(
+    model: nn.Module,
+    data: Data,
+    config: Config | None = None,
+    *,
+    on_epoch: Callable[[EpochRecord], None] | None = None,
+) -> Result:
+    """Train the unpruned network by the same recipe: no gates, no prior, no Stein term. The reference to compare with."""
+    config = (config or Config()).resolved()
+    device = find_device(config.device)
+    batches = as_batches(data, config, device)
+    example = example_of(batches)
+    structure = discover(model, example, filter_fn=lambda module, name: False)
+    check_targets(model, batches, example)
+    particles = Particles.start(model, config, device)
+    trainer = Trainer(particles, None, config, num_data=batches.num_examples, steps_per_epoch=batches.steps)
+    history = trainer.run(batches, on_epoch=on_epoch)
+    return collect(trainer, structure, example, history)
+
+
+def collect(trainer: Trainer, structure: Structure, example: Tensor, history: list[EpochRecord]) -> Result:
+    """Extract every particle of a finished run and count what it costs."""
+    slabs = extract(trainer.particles, trainer.gating, trainer.keep, example)
+    noise = (-2 * trainer.log_d).exp().cpu()
+    dense = Size(structure.flops.dense, round(structure.params.dense))
+    sizes, widths = [dense] * len(slabs), {}
+    gating, keep = trainer.gating, trainer.keep
+    if gating is not None and keep is not None:
+        z = keep.to(trainer.logits.dtype)
+        sizes = [
+            Size(float(macs), round(float(params)))
+            for macs, params in zip(gating.flops.expected(z), gating.params.expected(z), strict=True)
+        ]
+        kept = gating.scales.module_sums(z).round().int().cpu().T.tolist()
+        pairs = zip(gating.scales.modules, gating.scales.lengths, kept, strict=True)
+        widths = {name: [*counts, total] for name, total, counts in pairs}
+    empty = torch.zeros(len(slabs), 0, dtype=torch.bool)
+    return Result(
+        config=trainer.config,
+        slabs=slabs,
+        posterior=Posterior([slab.network for slab in slabs], noise, trainer.config.task),
+        history=[record.as_dict() for record in history],
+        dense=dense,
+        sizes=sizes,
+        gates={
+            "logits": trainer.logits.cpu(),
+            "keep": (empty if keep is None else keep).cpu(),
+            "slab": trainer.log_slab.exp().cpu(),
+            "noise": noise,
+        },
+        widths=widths,
+        whole=dict(structure.whole),
+        info=environment(trainer.particles.device),
+    )
+
+
+def load(folder: str | Path, model: nn.Module) -> Result:
+    """A saved run, given a fresh instance of the original network; reads JSON and safetensors only."""
+    folder = Path(folder)
+    run = artifacts.read_run(folder)
+    try:
+        config = Config.from_dict(run["config"])
+        recipes, gated = run["recipes"], tuple(run["gated"])
+        dense, sizes = Size(**run["dense"]), [Size(**size) for size in run["sizes"]]
+        rest = {key: run[key] for key in ("history", "widths", "whole", "info")}
+        gates = artifacts.read_tensors(folder / "gates.safetensors")
+        noise = gates["noise"]
+    except (KeyError, TypeError, AttributeError):
+        raise ArtifactError(f"{folder / artifacts.RUN} lacks a field or has one of the wrong type") from None
+    slabs = []
+    for i, recipe in enumerate(recipes):
+        reference = copy.deepcopy(model).cpu().eval()
+        artifacts.read_network(folder / f"reference-{i}.safetensors", reference)
+        network = cut(reference, recipe)
+        artifacts.read_network(folder / f"particle-{i}.safetensors", network)
+        slabs.append(Slab(network, reference, recipe, gated, gates["keep"][i].bool()))
+    posterior = Posterior([slab.network for slab in slabs], noise, config.task)
+    return Result(config, slabs, posterior, dense=dense, sizes=sizes, gates=gates, **rest)
+
+
+# ---- what a run needs before it can start
+
+
+def find_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device = {name!r} is unknown: use auto, cpu or cuda") from None
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise ConfigError(f"device = {name!r} is not there: use device='cpu', or 'auto' to take what there is")
+    return device
+
+
+def as_batches(data: Data, config: Config, device: torch.device) -> Batches | LoaderBatches:
+    """Whatever the user gave as a source of batches on the device."""
+    channels_last = device.type == "cuda"
+    if isinstance(data, DataLoader):
+        return LoaderBatches(data, config.seed, device, channels_last)
+    if isinstance(data, str):
+        data = load_data(data)
+    if isinstance(data, Dataset):
+        data = data.train
+    if isinstance(data, tuple):
+        if len(data) != 2:
+            raise DataError(f"data is a tuple of {len(data)}: give (inputs, labels)")
+        data = from_pair(*data)
+    if not isinstance(data, ArrayData):
+        raise DataError(f"data of type {type(data).__name__} cannot be used: give a DataLoader or a pair of tensors")
+    validate(data)
+    return Batches(data, config.batch_size, config.seed, device, channels_last)
+
+
+def example_of(batches: Batches | LoaderBatches) -> Tensor:
+    """Two inputs of the first batch, on the CPU: what the network is traced with."""
+    x, _ = next(iter(batches.epoch(0)))
+    return x[:2].cpu().contiguous()
+
+
+def check_targets(model: nn.Module, batches: Batches | LoaderBatches, example: Tensor) -> None:
+    """Labels must lie within the network's outputs; discover() has shown that it takes the inputs."""
+    with torch.no_grad():
+        first = next(model.parameters())
+        probe = copy.deepcopy(model).eval()
+        outputs = probe(example.to(first.device, first.dtype) if example.is_floating_point() else example)
+    if not isinstance(outputs, Tensor) or outputs.dim() < 2:
+        raise StructureError("the network must return one tensor of shape (batch, outputs)")
+    if isinstance(batches, LoaderBatches):
+        batches.num_classes = outputs.shape[1]
+    elif batches.data.is_classification:
+        validate(batches.data, outputs.shape[1])
+
+
+def make_gating(
+    model: nn.Module, structure: Structure, particles: Particles, config: Config, filter_fn: FilterFn | None
+) -> ChannelGating | WeightGating:
+    """The gates of the chosen granularity; a budget below what can be reached is an error before any training."""
+    layout, device = particles.layout, particles.device
+    if config.granularity == "channel":
+        gating = ChannelGating(model, structure, layout, device, round_to=config.round_to)
+    else:
+        gating = WeightGating(model, structure, layout, device, linear=config.gate_linear, filter_fn=filter_fn)
+    keep = config.keep_params or config.keep_flops
+    gating.select(torch.zeros(gating.units), "params" if config.keep_params else "flops", keep)
+    return gating
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions and hardware, for whoever reads a figure later."""
+    accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
+    return {
+        "dllp": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": str(device),
+        "hardware": accelerator,
+    }

@@ -1,0 +1,134 @@
+"""Run folders: JSON and safetensors, never pickle. The only file that knows the disk format.
+
+    run.json                  format, configuration, recipe of each particle, costs, history; written last
+    gates.safetensors         gate logits, decisions, slab precisions, noise
+    particle-K.safetensors    M_p of particle K; single pruned weights are stored as positions and values
+    reference-K.safetensors   M_0 of particle K
+
+Every file is written to a temporary name, flushed and renamed, so a folder never holds half a file, and a folder
+without run.json is not a finished run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from dllp.errors import ArtifactError
+
+FORMAT = 1
+RUN = "run.json"
+_INDEX, _VALUE = "#index", "#value"
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file so that it is there whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ArtifactError(f"cannot write {path}: {error.strerror}; free some space or choose another folder") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """JSON with a trailing newline; NaN is an error, so that every reader can parse it."""
+    write_bytes(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file, or an ArtifactError that names it."""
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise ArtifactError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise ArtifactError(f"{path} is not valid JSON: the file is damaged") from None
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file of contiguous CPU copies."""
+    write_bytes(path, save({name: t.detach().cpu().contiguous() for name, t in tensors.items()}))
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file, or an ArtifactError that names it."""
+    try:
+        with safe_open(path, framework="pt") as handle:
+            return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise ArtifactError(f"{path} is missing: the run folder is incomplete") from None
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ArtifactError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def write_network(path: Path, network: nn.Module, gated: tuple[str, ...] = ()) -> None:
+    """A state dict; tensors named in `gated` as the positions and values of what is not zero."""
+    tensors: dict[str, Tensor] = {}
+    for name, value in network.state_dict().items():
+        if name in gated:
+            flat = value.detach().flatten()
+            index = flat.nonzero().flatten()
+            tensors[name + _INDEX], tensors[name + _VALUE] = index.to(torch.int32), flat[index]
+        else:
+            tensors[name] = value
+    write_tensors(path, tensors)
+
+
+def read_network(path: Path, network: nn.Module) -> None:
+    """Fill `network` from a file of :func:`write_network`; every name, shape and dtype must fit."""
+    stored = read_tensors(path)
+    for name, target in network.state_dict().items():
+        if name + _INDEX in stored and name + _VALUE in stored:
+            value = _dense(path, name, stored.pop(name + _INDEX), stored.pop(name + _VALUE), target)
+        elif name in stored:
+            value = stored.pop(name)
+        else:
+            raise ArtifactError(f"{path} has no tensor {name!r}: it belongs to another network")
+        if value.shape != target.shape or value.dtype != target.dtype:
+            raise ArtifactError(
+                f"{path}: {name!r} is {tuple(value.shape)} {value.dtype}, but the network needs "
+                f"{tuple(target.shape)} {target.dtype}"
+            )
+        target.copy_(value)
+    if stored:
+        raise ArtifactError(f"{path} has a tensor {min(stored)!r} that the network lacks: it belongs to another network")
+
+
+def _dense(path: Path, name: str, index: Tensor, value: Tensor, target: Tensor) -> Tensor:
+    flat = torch.zeros(target.numel(), dtype=value.dtype)
+    fits = index.dtype == torch.int32 and index.dim() == 1 and index.shape == value.shape
+    if not fits or (len(index) and (int(index.min()) < 0 or int(index.max()) >= len(flat))):
+        raise ArtifactError(f"{path}: the positions of {name!r} do not fit the network")
+    flat[index.long()] = value
+    return flat.view(target.shape)
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """The run.json of a finished run, its format checked."""
+    if not folder.is_dir():
+        raise ArtifactError(f"{folder} is not a folder: give the folder of a finished run")
+    if not (folder / RUN).is_file():
+        raise ArtifactError(f"{folder} holds no {RUN}: it is not the folder of a finished run")
+    run = read_json(folder / RUN)
+    if not isinstance(run, dict) or run.get("format") != FORMAT:
+        raise ArtifactError(f"{folder / RUN} is not of format {FORMAT}: it was written by another version of dllp")
+    return run
+
+
+def network_bytes(folder: Path, particle: int) -> int:
+    """Size on disk of one extracted network."""
+    return (folder / f"particle-{particle}.safetensors").stat().st_size

@@ -1,0 +1,179 @@
+"""The configuration of a run: the one place where a default stands.
+
+Section numbers refer to docs/method. ``None`` means "by granularity"; :meth:`Config.resolved` fills it in.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from dllp.errors import ConfigError
+
+Granularity = Literal["channel", "weight"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one network is pruned.
+
+    Args:
+        keep_flops: Fraction of the multiply-accumulates to keep, in (0, 1]. Without this and without
+            `keep_params` the prior alone decides (natural sparsity).
+        keep_params: Fraction of the parameters to keep, in (0, 1]; give one of the two.
+        granularity: `channel` cuts whole channels; `weight` zeroes single weights.
+        round_to: Kept channels of a layer are a multiple of this (8 suits most accelerators).
+        gate_linear: With `weight`: gate the weights of linear layers too.
+        particles: Number of networks n; 1 is a MAP estimate, 2 the paper's twin.
+        epochs: Passes over the training data, in one run without fine-tuning.
+        batch_size: Examples in a step; ignored where the data is a DataLoader.
+        seed: Fixes initialisation, data order and gate noise.
+        init: `given` starts every particle at the network's own weights (jittered beyond the first),
+            `fresh` re-initialises each independently.
+        jitter: Noise on particles beyond the first under `given`, in units of each tensor's std.
+        device: `auto`, `cpu`, `cuda` or `cuda:K`.
+        precision: `bfloat16` autocasts forward and backward; master weights stay float32.
+        engine: `graph` captures the step as a CUDA graph, `compile` also compiles the networks,
+            `auto` is graph on CUDA and eager elsewhere.
+        deterministic: Ask for deterministic kernels on CUDA (CPU runs always are).
+        task: `classification` (cross-entropy) or `regression` (squared error).
+        likelihood: `categorical` shares the cross-entropy (one backward), `gaussian` is equation 9 to the letter.
+        beta: Weight of the Stein term in the objective (equation 13), the paper's only hyperparameter.
+        bandwidth: `median`, `paper` (h = log 2) or a positive number.
+        blocks: One kernel for each `module`, for `all` weights together, or for each `coordinate`.
+        epsilon: Root precision of the spike.
+        slab: Initial root precision of the slab, learned per module within `slab_bounds`.
+        slab_bounds: Bounds of the learned slab precision; they keep joint MAP of weights and slab bounded.
+        prior_strength: `bayes` weighs the prior by 1/N, `tempered` by 1/max(N, gated weights).
+        sparsity: Without a budget: strength of the hyperprior -sparsity * cost/dense on the gates.
+        lr: Peak learning rate; `lr_end` closes the cosine, after `warmup` epochs of linear rise.
+        momentum: Nesterov momentum.
+        weight_decay: Shrinkage of whatever the prior does not shrink.
+        lr_gates: Adam's rate for gate logits; `lr_scales` is its rate for slab precisions and d.
+        gate_logit: Initial gate logit (3: gates start 95% open).
+        open_until, ramp_until, discrete_at: Progress in [0, 1] at which gates start to close, the budget
+            ramp reaches its target, and gates become discrete and the network is sliced.
+        tau_start, tau_end: Temperature of the relaxed gates, annealed until `discrete_at`.
+        dual_step: Step of the budget's multiplier.
+        gap_penalty: Weight of the squared gap between expected cost and ramp.
+        mean_weight: Share of the task loss taken on the mean prediction of all particles.
+        average_from: Progress from which weights are averaged into the result (1: off).
+        patience: Stop early when the training loss has not improved for this many epochs after
+            gates are discrete (0: run all epochs).
+    """
+
+    keep_flops: float | None = None
+    keep_params: float | None = None
+    granularity: Granularity = "channel"
+    round_to: int = 1
+    gate_linear: bool = False
+
+    particles: int = 2
+    epochs: int = 60
+    batch_size: int = 512
+    seed: int = 0
+    init: Literal["given", "fresh"] = "given"
+    jitter: float = 0.1
+    device: str = "auto"
+    precision: Literal["float32", "bfloat16"] = "float32"
+    engine: Literal["auto", "eager", "graph", "compile"] = "auto"
+    deterministic: bool = False
+
+    task: Literal["classification", "regression"] = "classification"
+    likelihood: Literal["categorical", "gaussian"] | None = None
+    beta: float = 0.1
+    bandwidth: Literal["median", "paper"] | float = "median"
+    blocks: Literal["module", "all", "coordinate"] = "module"
+    epsilon: float | None = None
+    slab: float = 20.0
+    slab_bounds: tuple[float, float] | None = None
+    prior_strength: Literal["bayes", "tempered"] = "bayes"
+    sparsity: float | None = None
+
+    lr: float = 0.1
+    lr_end: float = 0.001
+    warmup: float = 2.0
+    momentum: float = 0.9
+    weight_decay: float | None = None
+    lr_gates: float = 0.02
+    lr_scales: float = 0.01
+    gate_logit: float = 3.0
+    open_until: float = 0.05
+    ramp_until: float = 0.35
+    discrete_at: float = 0.5
+    tau_start: float = 1.0
+    tau_end: float = 0.1
+    dual_step: float = 0.02
+    gap_penalty: float = 10.0
+    mean_weight: float = 0.0
+    average_from: float = 1.0
+    patience: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("keep_flops", "keep_params"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise ConfigError(f"{name} = {value} is outside (0, 1]: give the fraction to keep, for example 0.45")
+        if self.keep_flops is not None and self.keep_params is not None:
+            raise ConfigError("keep_flops and keep_params are both given: choose one budget")
+        for name in ("particles", "epochs", "batch_size", "round_to"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: at least 1 is needed")
+        for name in ("lr", "lr_gates", "lr_scales", "slab", "tau_start", "tau_end"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} = {getattr(self, name)}: a positive number is needed")
+        for name in ("beta", "lr_end", "warmup", "jitter", "gap_penalty", "dual_step", "patience"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} = {getattr(self, name)}: it must not be negative")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum = {self.momentum} is outside [0, 1)")
+        if not 0 <= self.mean_weight <= 1:
+            raise ConfigError(f"mean_weight = {self.mean_weight} is outside [0, 1]")
+        if self.epsilon is not None and self.epsilon <= self.slab:
+            raise ConfigError(f"epsilon = {self.epsilon} must exceed slab = {self.slab}: the spike is the narrow part")
+        if not 0 <= self.open_until <= self.ramp_until <= self.discrete_at <= 1:
+            raise ConfigError("the schedule must satisfy 0 <= open_until <= ramp_until <= discrete_at <= 1")
+        if isinstance(self.bandwidth, (int, float)) and not 0 < self.bandwidth < math.inf:
+            raise ConfigError(f"bandwidth = {self.bandwidth}: a positive number, median or paper is needed")
+        if self.task == "regression" and self.likelihood == "categorical":
+            raise ConfigError("likelihood = categorical needs task = classification: use gaussian for regression")
+
+    def resolved(self) -> Config:
+        """The same configuration with every `None` that depends on task or granularity filled in."""
+        channel = self.granularity == "channel"
+        return replace(
+            self,
+            likelihood=self.likelihood or ("categorical" if self.task == "classification" else "gaussian"),
+            epsilon=self.epsilon or (100.0 if channel else 300.0),
+            slab_bounds=self.slab_bounds or ((0.3, 30.0) if channel else (1.0, 200.0)),
+            weight_decay=(5e-4 if channel else 1e-4) if self.weight_decay is None else self.weight_decay,
+            sparsity=(1.0 if channel else 0.0) if self.sparsity is None else self.sparsity,
+        )
+
+    @classmethod
+    def paper(cls, **changes: Any) -> Config:
+        """The paper's own setting: lr 0.1 to 0.001, batch 512, 60 epochs, equation 9, h = log 2."""
+        preset: dict[str, Any] = dict(
+            lr=0.1, lr_end=0.001, batch_size=512, epochs=60, beta=0.1, init="fresh",
+            likelihood="gaussian", bandwidth="paper",
+        )
+        return cls(**{**preset, **changes})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values only, ready for JSON or YAML."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Config:
+        """Inverse of :meth:`as_dict`; an unknown name is an error."""
+        unknown = set(values) - {f.name for f in fields(cls)}
+        if unknown:
+            raise ConfigError(f"unknown configuration name {sorted(unknown)[0]!r}: see dllp.Config for the list")
+        values = dict(values)
+        if values.get("slab_bounds") is not None:
+            values["slab_bounds"] = tuple(values["slab_bounds"])
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ConfigError(f"a configuration value has the wrong type: {error}") from None

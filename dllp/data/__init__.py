@@ -1,0 +1,130 @@
+"""Data sets: by name, from folders, from arrays; in memory, batched on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dllp.data import cifar10, digits, folder, npy
+from dllp.data.arrays import ArrayData, Augment, Batches
+from dllp.data.checks import check_finite, check_labels, from_pair, validate
+from dllp.data.download import Progress
+from dllp.data.loaders import BatchSource, LoaderBatches
+from dllp.data.split import holdout, stratified
+from dllp.errors import DataError
+
+__all__ = [
+    "ArrayData", "BatchSource", "Batches", "Dataset", "LoaderBatches", "check_finite", "check_labels", "from_pair",
+    "holdout", "load", "names", "stratified", "validate",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Training and test split, and a validation split where one was asked for."""
+
+    name: str
+    train: ArrayData
+    test: ArrayData
+    classes: tuple[str, ...]
+    validation: ArrayData | None = None
+
+    @property
+    def num_classes(self) -> int:
+        """Width a network's output needs: classes, or columns of a regression's targets."""
+        return len(self.classes) if self.train.is_classification else self.train.y.shape[1]
+
+    @property
+    def in_channels(self) -> int:
+        return self.train.x.shape[1]
+
+    @property
+    def image_size(self) -> int:
+        """Shorter side of the images; 1 for tables."""
+        return min(self.train.x.shape[2:], default=1)
+
+
+def names() -> tuple[str, ...]:
+    """Data sets that :func:`load` knows by name."""
+    return ("digits", "cifar10")
+
+
+def load(
+    name_or_path: str | Path,
+    *,
+    root: str | Path | None = None,
+    seed: int = 0,
+    validation: float | int = 0,
+    image_size: int | None = None,
+    augment: Augment | None = None,
+    progress: Progress | None = None,
+) -> Dataset:
+    """A data set, checked.
+
+    Args:
+        name_or_path: `digits` (embedded), `cifar10`, a folder of class folders (train/<class>/*.png and val or
+            test/<class>/*.png), or a folder of train_x.npy, train_y.npy, test_x.npy and test_y.npy.
+        root: Where `cifar10` is looked for first, before $DLLP_DATA and ~/.cache/dllp.
+        seed: Fixes the validation split.
+        validation: Number (int) or fraction (float) of training examples to hold out, stratified; 0 holds out none.
+        image_size: Side to which images of class folders are resized.
+        augment: `crop-flip` or `none` for training images; by default crop-flip for colour images.
+        progress: Called with (bytes so far, bytes in all) during a download; :func:`dllp.data.download.bar` is one.
+    """
+    name = str(name_or_path)
+    if image_size is not None and image_size < 1:
+        raise DataError(f"image_size = {image_size}: a positive number of pixels is needed")
+    if name == "digits":
+        train, test = digits.arrays()
+        data = Dataset(name, train, test, tuple("0123456789"))
+    elif name == "cifar10":
+        train, test = cifar10.arrays(root, progress)
+        data = Dataset(name, train, test, cifar10.CLASSES)
+    else:
+        data = _from_path(Path(name_or_path).expanduser(), image_size)
+    classes = len(data.classes) or None
+    validate(data.train, classes, f"the training split of {name}")
+    if data.test.is_classification:
+        check_labels(data.test.y, classes, f"the test split of {name}")
+    check_finite(data.test.x, f"inputs of the test split of {name}")
+    if augment is not None:
+        data = replace(data, train=replace(data.train, augment=augment))
+    if validation:
+        train, held = holdout(data.train, validation, seed)
+        data = replace(data, train=train, validation=held)
+    return data
+
+
+def _from_path(path: Path, image_size: int | None) -> Dataset:
+    if not path.is_dir():
+        raise DataError(f"no data set and no folder is called {path}: give {', '.join(names())} or a folder")
+    if npy.present(path):
+        return _from_npy(path)
+    if not folder.is_image_folder(path):
+        raise DataError(f"{path} holds neither train/<class>/ folders nor {', '.join(npy.FILES)}: add one of the two")
+    train, test, validation, classes = folder.arrays(path, image_size)
+    return Dataset(str(path), train, test, classes, validation)
+
+
+def _from_npy(path: Path) -> Dataset:
+    train_x, train_y, test_x, test_y = npy.read_set(path)
+    x, held = _channels_first(train_x), _channels_first(test_x)
+    image = x.dtype == torch.uint8
+    mean, std = folder.statistics(x) if image else (None, None)
+    augment = folder.default_augment(x) if image else "none"
+    train = from_pair(x, train_y, mean=mean, std=std, augment=augment)
+    test = from_pair(held, test_y, mean=mean, std=std)
+    if train.is_classification != test.is_classification:
+        raise DataError(f"train_y.npy and test_y.npy in {path} differ in kind: both integers, or both floats")
+    classes = tuple(str(c) for c in range(int(train.y.max()) + 1)) if train.is_classification else ()
+    return Dataset(str(path), train, test, classes)
+
+
+def _channels_first(x: np.ndarray) -> torch.Tensor:
+    if x.dtype != np.uint8:
+        return torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
+    x = x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)
+    return torch.from_numpy(np.ascontiguousarray(x))

@@ -1,0 +1,144 @@
+"""Data that lives in memory: a split, and its batches made on the device without workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dllp.data import augment
+from dllp.errors import DataError
+
+Augment = Literal["none", "crop-flip"]
+CHUNK_ELEMENTS = 2**25
+"""Augmentation works on as many batches at once as stay below this, to save kernel launches."""
+
+
+@dataclass(frozen=True)
+class ArrayData:
+    """One split.
+
+    Args:
+        x: (N, C, H, W) images or (N, F) tables; uint8 or float32.
+        y: (N,) int64 classes, or (N, K) float32 targets of a regression.
+        mean, std: Normalisation for each channel (or column), in units of 0..1 for uint8 and of the data for floats.
+        augment: What :class:`Batches` does to training images; evaluation never augments.
+    """
+
+    x: Tensor
+    y: Tensor
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    augment: Augment = "none"
+
+    def __post_init__(self) -> None:
+        if len(self.x) != len(self.y):
+            raise DataError(f"{len(self.x)} inputs but {len(self.y)} labels: give one label for each input")
+        if (self.mean is None) != (self.std is None):
+            raise DataError("mean and std belong together: give both or neither")
+        if self.mean is not None and {len(self.mean), len(self.std or ())} - {1, self.x.shape[1]}:
+            raise DataError(
+                f"mean and std have {len(self.mean)} and {len(self.std or ())} values for "
+                f"{self.x.shape[1]} channels: give one for each"
+            )
+        if self.augment not in ("none", "crop-flip"):
+            raise DataError(f"augment = {self.augment!r} is unknown: choose none or crop-flip")
+        if self.augment == "crop-flip" and (self.x.ndim != 4 or min(self.x.shape[2:]) <= augment.PADDING):
+            raise DataError(
+                f"augment = crop-flip needs images larger than {augment.PADDING} pixels, not inputs of shape "
+                f"{tuple(self.x.shape[1:])}: use augment = none"
+            )
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    @property
+    def is_classification(self) -> bool:
+        return not self.y.is_floating_point()
+
+    def subset(self, indices: Tensor | Sequence[int]) -> ArrayData:
+        """The examples at `indices`, in that order."""
+        index = torch.as_tensor(indices, dtype=torch.int64)
+        return replace(self, x=self.x[index.to(self.x.device)], y=self.y[index.to(self.y.device)])
+
+    def to(self, device: torch.device | str) -> ArrayData:
+        return replace(self, x=self.x.to(device), y=self.y.to(device))
+
+    def inputs(self, index: Tensor | slice) -> Tensor:
+        """Normalised float32 inputs without augmentation, as evaluation wants them."""
+        return self.normalise(self.x[index])
+
+    def normalise(self, x: Tensor) -> Tensor:
+        """float32 (x - mean) / std; uint8 counts as 0..1."""
+        shift, scale = self.affine(x.device)
+        return (x - shift).mul_(scale)
+
+    def affine(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Shift and scale of :meth:`normalise`, shaped to broadcast over a batch."""
+        unit = 255.0 if self.x.dtype == torch.uint8 else 1.0
+        shape = (1, -1) + (1,) * (self.x.ndim - 2)
+        shift = torch.tensor(self.mean or (0.0,), dtype=torch.float32) * unit
+        scale = 1 / (torch.tensor(self.std or (1.0,), dtype=torch.float32) * unit)
+        return shift.view(shape).to(device), scale.view(shape).to(device)
+
+
+class Batches:
+    """Training batches of one :class:`ArrayData`, all of one shape, on one device.
+
+    Order and augmentation depend only on (seed, epoch), so a run can resume at any step of any epoch. What is left
+    of a permutation after the last full batch is dropped; `batch_size` is capped at the number of examples.
+    """
+
+    def __init__(
+        self,
+        data: ArrayData,
+        batch_size: int,
+        seed: int,
+        device: torch.device | str = "cpu",
+        channels_last: bool = False,
+    ) -> None:
+        if len(data) == 0:
+            raise DataError("the training data is empty: at least one example is needed")
+        self.data = data.to(device)
+        self.device = torch.device(device)
+        self.seed = seed
+        self.num_examples = len(data)
+        self.batch_size = min(batch_size, len(data))
+        self.steps = len(data) // self.batch_size
+        self.channels_last = channels_last and data.x.ndim == 4
+        # Kept on the device: making them anew for every batch would copy from the host each time.
+        self._shift, self._scale = self.data.affine(self.device)
+        self._phase = torch.randint(2, (len(data),), generator=generator(seed, 1))
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """(inputs, labels) of every step from `start_step` on; inputs are normalised float32."""
+        rng = generator(self.seed, 2, epoch)
+        order = torch.randperm(self.num_examples, generator=rng)
+        offset = augment.draw(self.num_examples, rng).to(self.device)
+        flip = augment.flips(self._phase, epoch)[order].to(self.device)
+        order = order.to(self.device)
+        size = self.batch_size
+        stride = max(1, CHUNK_ELEMENTS // (size * self.data.x[0].numel())) * size
+        for start in range(start_step * size, self.steps * size, stride):
+            part = slice(start, min(start + stride, self.steps * size))
+            x = self._gather(order[part], offset[part], flip[part])
+            y = self.data.y[order[part]]
+            for a, b in zip(x.split(size), y.split(size), strict=True):
+                yield (a - self._shift).mul_(self._scale), b
+
+    def _gather(self, index: Tensor, offset: Tensor, flip: Tensor) -> Tensor:
+        if self.data.augment == "crop-flip":
+            x = augment.crop_flip(self.data.x, index, offset, flip)
+        else:
+            x = self.data.x[index]
+        return x.contiguous(memory_format=torch.channels_last) if self.channels_last else x
+
+
+def generator(*key: int) -> torch.Generator:
+    """A CPU generator seeded by a tuple of integers: the same numbers whatever device uses them."""
+    state = np.random.SeedSequence([k % 2**64 for k in key]).generate_state(1, np.uint64)[0]
+    return torch.Generator().manual_seed(int(state))

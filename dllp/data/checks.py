@@ -1,0 +1,83 @@
+"""What data must satisfy before training, each failure one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dllp.data.arrays import ArrayData, Augment
+from dllp.errors import DataError
+
+
+def from_pair(
+    x: Any,
+    y: Any,
+    *,
+    mean: tuple[float, ...] | None = None,
+    std: tuple[float, ...] | None = None,
+    augment: Augment = "none",
+) -> ArrayData:
+    """Data from two tensors or arrays, checked.
+
+    Inputs are (N, C, H, W) or (N, F) and stay uint8 or become float32. Integer labels (N,) make a classification,
+    floating-point targets (N,) or (N, K) a regression.
+    """
+    x, y = _tensor(x, "inputs"), _tensor(y, "labels")
+    if x.ndim < 2:
+        raise DataError(f"inputs of shape {tuple(x.shape)}: give (examples, features) or (examples, channels, ...)")
+    if x.dtype != torch.uint8:
+        x = x.float()
+    if y.is_floating_point():
+        y = y.float().view(len(y), -1) if len(y) else y.float()
+    else:
+        if y.ndim == 2 and y.shape[1] == 1:
+            y = y[:, 0]
+        y = y.long()
+    data = ArrayData(x, y, mean, std, augment)
+    validate(data)
+    return data
+
+
+def validate(data: ArrayData, num_classes: int | None = None, place: str = "the data") -> None:
+    """Raise a DataError for data that cannot be trained on; `num_classes` is the width of the network's output."""
+    if len(data) == 0:
+        raise DataError(f"{place} is empty: at least one example is needed")
+    check_finite(data.x, f"inputs of {place}")
+    if not data.is_classification:
+        check_finite(data.y, f"targets of {place}")
+        return
+    check_labels(data.y, num_classes, place)
+    if bool((data.y == data.y[0]).all()):
+        raise DataError(f"{place} holds one class only ({int(data.y[0])}): at least two are needed")
+
+
+def check_labels(y: Tensor, num_classes: int | None = None, place: str = "the data") -> None:
+    """Raise unless `y` (N,) holds integers in [0, num_classes)."""
+    if y.is_floating_point() or y.dtype == torch.bool or y.is_complex():
+        raise DataError(f"labels of {place} are {y.dtype}: integer classes are needed (labels.long())")
+    if y.ndim != 1:
+        raise DataError(f"labels of {place} have shape {tuple(y.shape)}: give one integer class for each example")
+    low, high = (int(v) for v in y.aminmax())
+    if low < 0:
+        raise DataError(f"label {low} in {place} is negative: classes count from 0")
+    if num_classes is not None and high >= num_classes:
+        raise DataError(f"label {high} in {place} is out of range for {num_classes} classes: use 0..{num_classes - 1}")
+
+
+def check_finite(x: Tensor, place: str) -> None:
+    """Raise where a floating-point tensor holds NaN or infinity, naming the first such example."""
+    if x.is_floating_point() and not bool(torch.isfinite(x).all()):
+        bad = int((~torch.isfinite(x.reshape(len(x), -1))).any(1).nonzero()[0])
+        raise DataError(f"NaN or infinity in the {place}, first in example {bad}: clean the data before training")
+
+
+def _tensor(value: Any, what: str) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach()
+    try:
+        return torch.from_numpy(np.ascontiguousarray(value))
+    except (TypeError, ValueError):
+        raise DataError(f"{what} of type {type(value).__name__} are no numbers: give a tensor or an array") from None

@@ -1,0 +1,28 @@
+"""The embedded data set: scikit-learn's 1797 grey 8x8 digits."""
+
+from __future__ import annotations
+
+import torch
+
+from dllp.data.arrays import ArrayData
+from dllp.data.split import stratified
+
+TEST = 360
+SPLIT_SEED = 0
+
+
+def arrays() -> tuple[ArrayData, ArrayData]:
+    """(train, test) of 1437 and 360 images, stratified, always the same split.
+
+    The original grey values 0..16 become uint8 by v * 255 / 16, rounded: 17 different values stay 17.
+    """
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    x = torch.from_numpy(bunch.images).mul(255 / 16).round().to(torch.uint8)[:, None]
+    y = torch.from_numpy(bunch.target).long()
+    held = torch.zeros(len(y), dtype=torch.bool)
+    held[stratified(y, TEST, SPLIT_SEED)] = True
+    train = x[~held] / 255
+    mean, std = (float(train.mean()),), (float(train.std()),)
+    return ArrayData(x[~held], y[~held], mean, std), ArrayData(x[held], y[held], mean, std)

@@ -1,0 +1,99 @@
+"""Images in class folders: train/<class>/*.png and val or test/<class>/*.png, decoded into one uint8 array."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from dllp.data.arrays import ArrayData, Augment
+from dllp.data.augment import PADDING
+from dllp.errors import DataError
+
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
+
+
+def is_image_folder(folder: Path) -> bool:
+    return (folder / "train").is_dir()
+
+
+def arrays(
+    folder: Path, image_size: int | None = None
+) -> tuple[ArrayData, ArrayData, ArrayData | None, tuple[str, ...]]:
+    """(train, test, validation, classes); validation is val/ where both val/ and test/ exist, else None.
+
+    Every image is taken as RGB. With `image_size` all are resized to that square (bilinear); without it all must
+    have one size already. Normalisation is that of the training images.
+    """
+    parts = {name: _files(folder / name) for name in ("train", "val", "test") if (folder / name).is_dir()}
+    if len(parts) < 2:
+        raise DataError(f"{folder} has neither val/ nor test/ beside train/: put <class>/*.png folders into one")
+    classes = tuple(parts["train"])
+    if len(classes) < 2:
+        raise DataError(f"{folder / 'train'} holds {len(classes)} class folders: at least two are needed")
+    for name, files in parts.items():
+        extra = sorted(set(files) - set(classes))
+        if extra:
+            raise DataError(f"class {extra[0]!r} of {folder / name} is missing in {folder / 'train'}: add or remove it")
+    size = (image_size, image_size) if image_size else None
+    loaded: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name, files in parts.items():
+        pixels, size = _decode([path for c in files for path in files[c]], size, resize=image_size is not None)
+        labels = [classes.index(c) for c in files for _ in files[c]]
+        loaded[name] = pixels, torch.tensor(labels)
+    mean, std = statistics(loaded["train"][0])
+    split = {name: ArrayData(x, y, mean, std) for name, (x, y) in loaded.items()}
+    train = replace(split["train"], augment=default_augment(split["train"].x))
+    return train, split.get("test", split.get("val", train)), split.get("val") if "test" in split else None, classes
+
+
+def default_augment(x: torch.Tensor) -> Augment:
+    """Colour images are cropped and flipped; grey ones may be writing, which a mirror makes wrong."""
+    return "crop-flip" if x.shape[1] == 3 and min(x.shape[2:]) > PADDING else "none"
+
+
+def statistics(x: torch.Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel of uint8 images (N, C, H, W), in units of 0..1."""
+    counts = torch.stack([torch.bincount(x[:, c].flatten(), minlength=256) for c in range(x.shape[1])]).double()
+    share = counts / counts.sum(1, keepdim=True)
+    value = torch.arange(256, dtype=torch.float64) / 255
+    mean = share @ value
+    std = (share @ value**2 - mean**2).clamp_min(0).sqrt()
+    return tuple(mean.tolist()), tuple(std.clamp_min(1e-3).tolist())
+
+
+def _files(folder: Path) -> dict[str, list[Path]]:
+    classes: dict[str, list[Path]] = {}
+    for child in sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")):
+        classes[child.name] = sorted(p for p in child.iterdir() if p.suffix.lower() in SUFFIXES)
+        if not classes[child.name]:
+            raise DataError(f"{child} holds no image ({', '.join(sorted(SUFFIXES))}): fill it or remove it")
+    if not classes:
+        raise DataError(f"{folder} holds no class folders: put the images into {folder.name}/<class>/")
+    return classes
+
+
+def _decode(paths: list[Path], size: tuple[int, int] | None, resize: bool) -> tuple[torch.Tensor, tuple[int, int]]:
+    pixels: np.ndarray | None = None
+    for i, path in enumerate(paths):
+        try:
+            with Image.open(path) as file:
+                image = file.convert("RGB")
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise DataError(f"cannot read the image {path} ({error}): replace or remove it") from None
+        size = size or image.size
+        if image.size != size:
+            if not resize:
+                raise DataError(
+                    f"{path} is {image.width}x{image.height} but others are {size[0]}x{size[1]}: "
+                    "give image_size to resize them all"
+                )
+            image = image.resize(size, Image.Resampling.BILINEAR)
+        if pixels is None:
+            pixels = np.empty((len(paths), 3, size[1], size[0]), np.uint8)
+        pixels[i] = np.asarray(image).transpose(2, 0, 1)
+    assert pixels is not None and size is not None
+    return torch.from_numpy(pixels), size

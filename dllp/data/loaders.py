@@ -1,0 +1,100 @@
+"""Any PyTorch DataLoader as a source of training batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from dllp.data.arrays import generator
+from dllp.data.checks import check_finite, check_labels
+from dllp.errors import DataError
+
+
+class BatchSource(Protocol):
+    """What training needs of its data; :class:`Batches` and :class:`LoaderBatches` both are one."""
+
+    steps: int
+    num_examples: int
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[tuple[Tensor, Tensor]]: ...
+
+
+class LoaderBatches:
+    """Batches of a DataLoader that yields (inputs, labels), moved to the device and checked.
+
+    PyTorch's random numbers that the loader draws (shuffling, transforms, worker seeds) depend only on (seed, epoch)
+    and leave the global generator alone; a generator that belongs to the loader or its sampler is seeded anew for
+    every epoch. Inputs and float targets become float32, except that the loader's own batch shapes are kept.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        seed: int,
+        device: torch.device | str = "cpu",
+        channels_last: bool = False,
+        num_classes: int | None = None,
+    ) -> None:
+        try:
+            self.steps = len(loader)
+            self.num_examples = len(loader.dataset)  # pyright: ignore[reportArgumentType]
+        except TypeError:
+            raise DataError("the DataLoader has no length: use a map-style data set, or a pair of tensors") from None
+        if self.steps == 0 or self.num_examples == 0:
+            raise DataError("the DataLoader yields no batch: check its data set, batch_size and drop_last")
+        self.loader = loader
+        self.seed = seed
+        self.device = torch.device(device)
+        self.channels_last = channels_last
+        self.num_classes = num_classes
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """(inputs, labels) of every step from `start_step` on; earlier batches are drawn and thrown away."""
+        key = generator(self.seed, 4, epoch)
+        for own in self._generators():
+            own.manual_seed(key.initial_seed())
+        if hasattr(self.loader.sampler, "set_epoch"):
+            self.loader.sampler.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
+        state = key.get_state()
+        batches: Iterator[Any] | None = None
+        for step in range(self.steps):
+            outside = torch.get_rng_state()
+            torch.set_rng_state(state)
+            try:
+                batches = iter(self.loader) if batches is None else batches
+                batch = next(batches, None)
+            finally:
+                state = torch.get_rng_state()
+                torch.set_rng_state(outside)
+            if batch is None:
+                raise DataError(f"the DataLoader ended at batch {step} of {self.steps}: its length is wrong")
+            if step >= start_step:
+                yield self._prepare(batch, step)
+
+    def _prepare(self, batch: Any, step: int) -> tuple[Tensor, Tensor]:
+        place = f"batch {step} of the DataLoader"
+        if not (isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(b, Tensor) for b in batch)):
+            raise DataError(f"{place} is a {type(batch).__name__}, not a pair of tensors: yield (inputs, labels)")
+        x, y = batch
+        if len(x) != len(y):
+            raise DataError(f"{len(x)} inputs but {len(y)} labels in {place}: give one label for each input")
+        x = x.float() if x.dtype != torch.uint8 else x / 255
+        check_finite(x, f"inputs of {place}")
+        if y.is_floating_point():
+            y = y.float().view(len(y), -1)
+            check_finite(y, f"targets of {place}")
+        else:
+            check_labels(y, self.num_classes, place)
+            y = y.long()
+        x = x.to(self.device, non_blocking=True)
+        if self.channels_last and x.ndim == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
+        return x, y.to(self.device, non_blocking=True)
+
+    def _generators(self) -> set[torch.Generator]:
+        sampler = self.loader.sampler
+        return {g for g in (self.loader.generator, getattr(sampler, "generator", None)) if g is not None}

@@ -1,0 +1,69 @@
+"""Running one step as a captured CUDA graph, with an eager fallback that says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WARMUP = 3  # real steps run eagerly first, so that libraries choose their kernels outside the capture
+
+
+class Capture:
+    """Calls `step(x, y)`; on CUDA the call is captured once for each key and shape, and replayed.
+
+    Attributes:
+        state: `eager`, `graph`, or `eager (reason)` where capturing failed.
+    """
+
+    def __init__(self, step: Callable[[Tensor, Tensor], None], generator: torch.Generator, *, enabled: bool) -> None:
+        self.step, self.generator, self.enabled = step, generator, enabled
+        self.state = "eager"
+        self.graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self.seen: dict[Any, int] = {}
+
+    def reset(self) -> None:
+        """Forget every graph: the networks have changed shape."""
+        self.graphs.clear()
+        self.seen.clear()
+        if self.enabled:
+            torch.cuda.empty_cache()
+
+    def __call__(self, x: Tensor, y: Tensor, *, key: str) -> None:
+        if not self.enabled:
+            return self.step(x, y)
+        key = (key, x.shape, x.dtype, y.shape)
+        if key not in self.graphs:
+            self.seen[key] = self.seen.get(key, 0) + 1
+            if self.seen[key] <= WARMUP:
+                return self._on_side_stream(x, y)
+            if not self._capture(key, x, y):
+                return self.step(x, y)
+        graph, static_x, static_y = self.graphs[key]
+        static_x.copy_(x)
+        static_y.copy_(y)
+        graph.replay()
+
+    def _on_side_stream(self, x: Tensor, y: Tensor) -> None:
+        """Warm-up steps run where the capture will: autograd remembers the stream a parameter was first used on."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.step(x, y)
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def _capture(self, key: Any, x: Tensor, y: Tensor) -> bool:
+        graph, static_x, static_y = torch.cuda.CUDAGraph(), x.clone(), y.clone()
+        graph.register_generator_state(self.generator)
+        try:
+            with torch.cuda.graph(graph):
+                self.step(static_x, static_y)
+        except RuntimeError as error:
+            self.enabled = False
+            self.state = f"eager ({str(error).splitlines()[0]})"
+            return False
+        self.graphs[key] = (graph, static_x, static_y)
+        self.state = "graph"
+        return True

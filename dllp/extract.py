@@ -1,0 +1,78 @@
+"""Section 7: M_0, a particle in its full shape, and M_p, its slab part as a plain network, verified."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dllp.errors import StructureError
+from dllp.gating import ChannelGating, WeightGating
+from dllp.particles import Particles
+from dllp.slicing import Recipe, cut
+from dllp.structure import verify
+
+
+@dataclass(frozen=True)
+class Slab:
+    """One extracted particle.
+
+    Attributes:
+        network: M_p, a plain module of the original class with no gates, no hooks and nothing of this package.
+        reference: M_0, the slab as trained to the end and the spike as it stood when the gates became discrete.
+        recipe: Kept channels of each module; empty for single weights, which are exact zeros instead.
+        gated: Names of the parameters that hold those zeros.
+        keep: (U,) bool, the gates that stayed open.
+    """
+
+    network: nn.Module
+    reference: nn.Module
+    recipe: Recipe = field(default_factory=dict)
+    gated: tuple[str, ...] = ()
+    keep: Tensor | None = None
+
+
+def extract(
+    particles: Particles, gating: ChannelGating | WeightGating | None, keep: Tensor | None, example: Any
+) -> list[Slab]:
+    """The slab part of every particle; refuses, naming the layer, where it is not equal to the gated network."""
+    if gating is None or keep is None:
+        return [Slab(plain(network), plain(network)) for network in particles.networks]
+    if isinstance(gating, WeightGating):
+        return [_zeroed(network, gating, row) for network, row in zip(particles.networks, keep, strict=True)]
+    slabs = []
+    for network, part, row in zip(particles.networks, particles.sliced, keep.cpu(), strict=True):
+        slab = Slab(plain(part.network), plain(network), part.recipe, keep=row)
+        verify(slab.reference, gating.structure.groups, row, example)
+        _same_state(slab.network, cut(slab.reference, slab.recipe))
+        slabs.append(slab)
+    return slabs
+
+
+def plain(network: nn.Module) -> nn.Module:
+    """A copy on the CPU in evaluation mode that shares no memory with the rows and holds no gradients."""
+    network = copy.deepcopy(network).cpu().eval()
+    for parameter in network.parameters():
+        parameter.data = parameter.data.contiguous()
+        parameter.grad = None
+    return network
+
+
+def _zeroed(network: nn.Module, gating: WeightGating, keep: Tensor) -> Slab:
+    reference, pruned = plain(network), plain(network)
+    with torch.no_grad():
+        weights = gating.weights(dict(network.named_parameters()), keep.to(next(network.parameters()).dtype))
+        parameters = dict(pruned.named_parameters())
+        for name, weight in weights.items():
+            parameters[name].copy_(weight)
+    return Slab(pruned, reference, gated=tuple(weights), keep=keep.cpu())
+
+
+def _same_state(actual: nn.Module, expected: nn.Module) -> None:
+    found = actual.state_dict()
+    for name, value in expected.state_dict().items():
+        if not torch.equal(found[name], value):
+            raise StructureError(f"{name!r} of the trained small network differs from the full network's slab part")

@@ -1,0 +1,47 @@
+"""Bernoulli gates and their relaxation, the binary concrete (two-class Gumbel-softmax) of Section 3.2.2.
+
+Pure functions; noise is passed in, so that a step can be replayed and captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def to_logistic(noise: Tensor) -> Tensor:
+    """(...) -> (...): uniform noise on [0, 1] as standard logistic noise, finite at both ends."""
+    # Half an ulp at 1 is the smallest symmetric margin: 16.6 logits in float32, 36.7 in float64.
+    margin = torch.finfo(noise.dtype).eps / 2
+    inside = noise.clamp(margin, 1 - margin)
+    return inside.log() - (-inside).log1p()
+
+
+def logistic_noise(
+    shape: Sequence[int],
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """shape -> (*shape): independent standard logistic draws, for :func:`relax`."""
+    return to_logistic(torch.rand(tuple(shape), generator=generator, device=device, dtype=dtype))
+
+
+def relax(logit: Tensor, tau: Tensor | float, logistic: Tensor) -> Tensor:
+    """(...) -> (...) in [0, 1]: relaxed gate sigmoid((logit + logistic) / tau) from logistic noise.
+
+    P(z > 1/2) = sigmoid(logit) at every temperature; as tau falls to 0, z becomes Bernoulli(sigmoid(logit)).
+    """
+    return ((logit + logistic) / tau).sigmoid()
+
+
+def sample(logit: Tensor, tau: Tensor | float, noise: Tensor) -> Tensor:
+    """(...) -> (...) in [0, 1]: relaxed gate from *uniform* `noise` in (0, 1), such as a torch.rand of that shape."""
+    return relax(logit, tau, to_logistic(noise))
+
+
+def discretise(logit: Tensor) -> Tensor:
+    """(...) -> (...) bool: the most probable gate, open where theta > 1/2."""
+    return logit > 0

@@ -1,0 +1,56 @@
+"""Initialisation of networks: Kaiming for convolutions, each module's own rule for the rest."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from dllp.errors import ConfigError
+
+
+@torch.no_grad()
+def initialise(model: nn.Module) -> None:
+    """Initialise every parameter of `model` in place, drawing from the global generators.
+
+    Convolutions get Kaiming normal weights (fan-out, ReLU) and zero biases, normalisations weight 1 and bias 0,
+    every other module what its own `reset_parameters()` does. A module with parameters of its own and no such
+    method cannot be re-initialised; nothing is changed then.
+    """
+    for name, module in model.named_modules():
+        if any(True for _ in module.parameters(recurse=False)) and _resetter(module) is None:
+            raise ConfigError(
+                f"module {name or 'the network itself'!r} ({type(module).__name__}) has parameters but no "
+                "reset_parameters(): give it one, or start from the given weights with init='given'"
+            )
+    for module in model.modules():
+        reset = _resetter(module)
+        if reset is not None:
+            reset()
+        if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            fan_out = module.out_channels // module.groups * math.prod(module.kernel_size)
+            module.weight.normal_(0, math.sqrt(2 / fan_out))
+            if module.bias is not None:
+                module.bias.zero_()
+        elif isinstance(module, (_NormBase, nn.GroupNorm, nn.LayerNorm)) and module.weight is not None:
+            module.weight.fill_(1)
+            if module.bias is not None:
+                module.bias.zero_()
+
+
+def reinitialise(model: nn.Module, seed: int) -> None:
+    """Re-initialise any network in place, reproducibly; the global generators are left as they were."""
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        # torch.manual_seed would also seed devices that are not forked.
+        torch.default_generator.manual_seed(seed)
+        for index in devices:
+            torch.cuda.default_generators[index].manual_seed(seed)
+        initialise(model)
+
+
+def _resetter(module: nn.Module):
+    # nn.MultiheadAttention holds bare parameters and spells its method with an underscore.
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)

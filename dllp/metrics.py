@@ -1,0 +1,188 @@
+"""How good and how honest predictions are: probabilities (B, C) against labels (B,).
+
+Calibration error and AUROC come from torchmetrics. Everything is computed in float64.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dllp.errors import DataError
+
+BINS = 15
+SMALLEST = 1e-38
+"""Probabilities below this count as this, so that one underflow does not make a mean infinite."""
+
+
+def accuracy(probabilities: Tensor, labels: Tensor) -> float:
+    """Share of labels that have the largest probability."""
+    p, y = _checked(probabilities, labels)
+    return float((p.argmax(1) == y).double().mean())
+
+
+def nll(probabilities: Tensor, labels: Tensor) -> float:
+    """Mean negative log-likelihood, in nats."""
+    p, y = _checked(probabilities, labels)
+    return -float(p[torch.arange(len(y)), y].clamp_min(SMALLEST).log().mean())
+
+
+def brier(probabilities: Tensor, labels: Tensor) -> float:
+    """Mean over inputs of the squared error summed over classes, in [0, 2]."""
+    p, y = _checked(probabilities, labels)
+    return float((p - torch.nn.functional.one_hot(y, p.shape[1])).square().sum(1).mean())
+
+
+def ece(probabilities: Tensor, labels: Tensor, bins: int = BINS) -> float:
+    """Expected calibration error: mean |confidence - accuracy| over equal-width bins of the largest probability."""
+    from torchmetrics.functional.classification import multiclass_calibration_error
+
+    p, y = _checked(probabilities, labels)
+    # Rounding may lift a probability above 1, which torchmetrics would take for a logit.
+    return float(multiclass_calibration_error(p.clamp(0, 1), y, p.shape[1], n_bins=bins, norm="l1"))
+
+
+def signed_ece(probabilities: Tensor, labels: Tensor) -> float:
+    """Mean confidence minus accuracy: positive is overconfident. The signed sum over bins is this for any bins."""
+    p, y = _checked(probabilities, labels)
+    return float(p.amax(1).mean()) - accuracy(p, y)
+
+
+def aurc(probabilities: Tensor, labels: Tensor) -> float:
+    """Area under the risk-coverage curve: mean error rate of the k most confident inputs, over k = 1..B.
+
+    Inputs of equal confidence share their errors, so their order does not matter.
+    """
+    p, y = _checked(probabilities, labels)
+    confidence, predicted = p.max(1)
+    _, group = confidence.unique(return_inverse=True)
+    wrong = (predicted != y).double()
+    count = torch.bincount(group)
+    shared = torch.zeros(len(count), dtype=torch.float64).index_add_(0, group, wrong) / count
+    errors = shared[group[confidence.argsort(descending=True)]].cumsum(0)
+    return float((errors / torch.arange(1, len(y) + 1)).mean())
+
+
+def auroc(inside: Tensor, outside: Tensor) -> float:
+    """Chance that an out-of-distribution score (M,) exceeds an in-distribution one (N,); ties count half."""
+    from torchmetrics.functional.classification import binary_auroc
+
+    scores = _scores(inside, outside)
+    # torchmetrics squashes scores outside [0, 1] and may merge large ones; ranks keep the order and fit.
+    values, rank = scores.unique(return_inverse=True)
+    target = (torch.arange(len(scores)) >= inside.numel()).long()
+    return float(binary_auroc(rank.double() / max(len(values) - 1, 1), target))
+
+
+def fpr95(inside: Tensor, outside: Tensor) -> float:
+    """Share of out-of-distribution scores below the threshold that lets 95% of the in-distribution ones pass."""
+    scores = _scores(inside, outside)
+    ordered = scores[: inside.numel()].sort().values
+    threshold = ordered[math.ceil(0.95 * len(ordered)) - 1]
+    return float((scores[inside.numel() :] <= threshold).double().mean())
+
+
+def entropy(probabilities: Tensor) -> Tensor:
+    """Entropy (...,) of distributions (..., C), in nats."""
+    return torch.special.entr(probabilities.detach().double()).sum(-1)
+
+
+def disagreement(members: Tensor) -> float:
+    """Share of inputs on which two networks differ, mean over all pairs of members (n, B, C); 0 for one member."""
+    if members.ndim != 3 or members.shape[1] == 0:
+        raise DataError(f"members of shape {tuple(members.shape)}: give probabilities (networks, inputs, classes)")
+    classes = members.argmax(-1)
+    n = len(classes)
+    pairs = [(classes[i] != classes[j]).double().mean() for i in range(n) for j in range(i)]
+    return float(torch.stack(pairs).mean()) if pairs else 0.0
+
+
+def fit_temperature(logits: Tensor, labels: Tensor, bounds: tuple[float, float] = (1e-2, 1e2)) -> float:
+    """The T in `bounds` with the least NLL of softmax(logits / T); log-probabilities serve as logits.
+
+    The NLL is convex in 1/T, so its derivative is bisected.
+    """
+    z, y = _checked(logits, labels)
+    z = z.clamp_min(math.log(SMALLEST)) - z.amax(1, keepdim=True)
+    mean_true = z[torch.arange(len(y)), y].mean()
+    low, high = (math.log(1 / b) for b in reversed(bounds))
+    for _ in range(60):
+        middle = (low + high) / 2
+        slope = ((z * math.exp(middle)).softmax(1) * z).sum(1).mean() - mean_true
+        low, high = (low, middle) if slope > 0 else (middle, high)
+    return math.exp(-(low + high) / 2)
+
+
+def nll_after_temperature(logits: Tensor, labels: Tensor, seed: int = 0) -> float:
+    """NLL with the temperature fitted on a random half and applied to the other, mean of both ways."""
+    z, y = _checked(logits, labels)
+    if len(y) < 2:
+        raise DataError("temperature scaling needs at least two labelled inputs: one to fit, one to measure")
+    z = z.clamp_min(math.log(SMALLEST))
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
+    first, second = order[: len(y) // 2], order[len(y) // 2 :]
+    total = 0.0
+    for fit, measure in ((first, second), (second, first)):
+        scaled = z[measure] / fit_temperature(z[fit], y[fit])
+        total += float(torch.nn.functional.cross_entropy(scaled, y[measure], reduction="sum"))
+    return total / len(y)
+
+
+def summary(probabilities: Tensor, labels: Tensor) -> dict[str, float]:
+    """Every single-number metric of a classifier's predictions."""
+    p, y = _checked(probabilities, labels)
+    result = {
+        "accuracy": accuracy(p, y),
+        "nll": nll(p, y),
+        "brier": brier(p, y),
+        "ece": ece(p, y),
+        "signed_ece": signed_ece(p, y),
+        "aurc": aurc(p, y),
+        "entropy": float(entropy(p).mean()),
+    }
+    if len(y) > 1:
+        result["nll_after_temperature"] = nll_after_temperature(p.clamp_min(SMALLEST).log(), y)
+    return result
+
+
+def rmse(prediction: Tensor, target: Tensor) -> float:
+    """Root of the mean squared error over all entries."""
+    return math.sqrt(float((_same(prediction, target)).square().mean()))
+
+
+def gaussian_nll(mean: Tensor, variance: Tensor | float, target: Tensor) -> float:
+    """Mean negative log density of `target` under N(mean, variance), constant included."""
+    v = torch.as_tensor(variance, dtype=torch.float64).cpu()
+    if not bool((v > 0).all()):
+        raise DataError("the predictive variance has entries that are not positive: the density is undefined there")
+    return float(0.5 * (_same(mean, target).square() / v + (2 * math.pi * v).log()).mean())
+
+
+def _same(prediction: Tensor, target: Tensor) -> Tensor:
+    if prediction.shape != target.shape or not prediction.numel():
+        raise DataError(f"predictions {tuple(prediction.shape)} and targets {tuple(target.shape)} must match")
+    return prediction.detach().double().cpu() - target.detach().double().cpu()
+
+
+def _scores(inside: Tensor, outside: Tensor) -> Tensor:
+    if not inside.numel() or not outside.numel():
+        raise DataError("scores of both in- and out-of-distribution inputs are needed: one of them is empty")
+    scores = torch.cat([inside.flatten(), outside.flatten()]).detach().double().cpu()
+    if bool(scores.isnan().any()):
+        raise DataError("an out-of-distribution score is NaN: check the predictions")
+    return scores
+
+
+def _checked(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    if scores.ndim != 2 or labels.shape != scores.shape[:1] or not len(labels):
+        raise DataError(
+            f"predictions {tuple(scores.shape)} and labels {tuple(labels.shape)}: give (B, C) and (B,), B at least 1"
+        )
+    p, y = scores.detach().double().cpu(), labels.detach().long().cpu()
+    if int(y.min()) < 0 or int(y.max()) >= p.shape[1]:
+        raise DataError(f"a label lies outside 0..{p.shape[1] - 1}: the data has other classes than the predictions")
+    if bool(p.isnan().any()):
+        raise DataError("a prediction is NaN: check the network's outputs")
+    return p, y

@@ -1,0 +1,62 @@
+"""Equations 9 to 13: task loss, likelihood, and the budget as a hyperprior on the gates.
+
+Everything is a mean over examples, so that the temperature of the posterior is 1/N (Section 2).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Task = Literal["classification", "regression"]
+
+
+def task_loss(outputs: Tensor, targets: Tensor, task: Task) -> Tensor:
+    """(B, C) outputs -> mean cross-entropy, or mean squared error summed over outputs."""
+    if task == "classification":
+        return F.cross_entropy(outputs, targets)
+    return residuals(outputs, targets, task).square().sum(1).mean()
+
+
+def twin_loss(outputs: Tensor, mean_prediction: Tensor) -> Tensor:
+    """(B, C) logits, (B, C) mean probabilities -> cross-entropy to the particles' mean, which takes no gradient."""
+    return -(mean_prediction * F.log_softmax(outputs, dim=1)).sum(1).mean()
+
+
+def residuals(outputs: Tensor, targets: Tensor, task: Task) -> Tensor:
+    """(B, C): onehot(y) - softmax f(x), or y - f(x) for regression."""
+    outputs = outputs.flatten(1)
+    if task == "classification":
+        return F.one_hot(targets, outputs.shape[1]).to(outputs.dtype) - outputs.softmax(1)
+    return targets.reshape(outputs.shape).to(outputs.dtype) - outputs
+
+
+def gaussian_log_likelihood(residual: Tensor, log_d: Tensor) -> Tensor:
+    """Equation 9, mean over examples: C (log d - log(2 pi)/2) - d^2 |r|^2 / 2 with d a root precision."""
+    outputs = residual.shape[1]
+    return outputs * (log_d - 0.5 * math.log(2 * math.pi)) - 0.5 * (2 * log_d).exp() * residual.square().sum(1).mean()
+
+
+def noise_gradient(residual: Tensor, log_d: Tensor) -> Tensor:
+    """Derivative of equation 9 in log d, in closed form; zero where 1/d^2 is the mean squared residual."""
+    return residual.shape[1] - (2 * log_d).exp() * residual.square().sum(1).mean()
+
+
+def fit_noise(residual: Tensor) -> Tensor:
+    """(B, C) residuals -> the maximum-likelihood variance 1/d^2; Brier score / C for classification."""
+    return residual.square().mean()
+
+
+def budget_energy(fraction: Tensor, ramp: Tensor, multiplier: Tensor, penalty: float) -> tuple[Tensor, Tensor]:
+    """(n,) expected cost over dense cost -> the energy -log p(z) of the cost-aware hyperprior, and the gap (n,)."""
+    gap = fraction - ramp
+    return multiplier * fraction + penalty * gap.square(), gap
+
+
+def undecided(theta: Tensor) -> Tensor:
+    """(..., U) -> share of gates whose probability is neither below 5% nor above 95%."""
+    return ((theta > 0.05) & (theta < 0.95)).to(torch.float32).mean(-1)

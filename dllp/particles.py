@@ -1,0 +1,224 @@
+"""n networks whose parameters and gradients are rows of two matrices.
+
+Row i holds every parameter of particle i, so the Stein direction is a product of small and tall matrices and the
+optimiser a few elementwise kernels. Once the gates are discrete the networks are sliced: forward and backward then
+run on the small networks, whose own compact rows are gathered from and scattered into the full ones.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dllp.config import Config
+from dllp.errors import StructureError
+from dllp.initialise import reinitialise
+from dllp.slicing import Recipe, cut
+
+ALIGN = 16  # elements; every segment starts on a 64-byte boundary
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Where one parameter lies in a row, and in which order its axes are stored."""
+
+    name: str
+    offset: int
+    shape: torch.Size
+    channels_last: bool
+
+    def view(self, row: Tensor) -> Tensor:
+        """(P,) row -> this parameter, sharing memory."""
+        flat = row[self.offset : self.offset + self.shape.numel()]
+        if self.channels_last:
+            o, i, h, w = self.shape
+            return flat.view(o, h, w, i).permute(0, 3, 1, 2)
+        return flat.view(self.shape)
+
+
+class Layout:
+    """The segments of a row, one block for each module, and one spare element at the end for padding to point at."""
+
+    def __init__(self, network: nn.Module, channels_last: bool = False) -> None:
+        self.segments: dict[str, Segment] = {}
+        self.blocks: list[int] = []  # lengths of the modules' consecutive blocks, padding included
+        offset, owner = 0, None
+        for name, parameter in network.named_parameters():
+            module = name.rpartition(".")[0]
+            if module != owner:
+                self.blocks.append(0)
+                owner = module
+            last = channels_last and parameter.dim() == 4
+            self.segments[name] = Segment(name, offset, parameter.shape, last)
+            padded = -(-parameter.numel() // ALIGN) * ALIGN
+            offset += padded
+            self.blocks[-1] += padded
+        self.size = offset + ALIGN
+        self.blocks.append(ALIGN)
+        self.spare = self.size - 1
+
+    def bind(self, network: nn.Module, row: Tensor, gradient: Tensor) -> None:
+        """Make the network's parameters, and the gradients of those that learn, views into the two rows."""
+        for name, parameter in network.named_parameters():
+            segment = self.segments[name]
+            view = segment.view(row)
+            view.copy_(parameter.data)
+            parameter.data = view
+            if parameter.requires_grad:
+                parameter.grad = segment.view(gradient)
+
+    def learnable(self, network: nn.Module) -> Tensor:
+        """(P,) bool: coordinates of parameters that are not frozen (padding is not)."""
+        mask = torch.zeros(self.size, dtype=torch.bool)
+        for name, parameter in network.named_parameters():
+            if parameter.requires_grad:
+                self.segments[name].view(mask).fill_(True)
+        return mask
+
+    def intact(self, network: nn.Module, row: Tensor, gradient: Tensor) -> bool:
+        """Whether every parameter still is a view into its row: assignments elsewhere can silently drop it."""
+        start, gradient_start, size = row.data_ptr(), gradient.data_ptr(), row.element_size()
+        for name, parameter in network.named_parameters():
+            at = self.segments[name].offset * size
+            if parameter.data_ptr() != start + at:
+                return False
+            if parameter.requires_grad and (parameter.grad is None or parameter.grad.data_ptr() != gradient_start + at):
+                return False
+        return True
+
+
+@dataclass
+class Sliced:
+    """A particle's small network with rows of its own, and the full row's coordinate behind each of their elements."""
+
+    network: nn.Module
+    recipe: Recipe
+    layout: Layout
+    row: Tensor
+    gradient: Tensor
+    coordinates: Tensor
+
+
+class Particles:
+    """`rows` and `gradients` are (n, P); `networks[i]` reads and writes row i."""
+
+    def __init__(self, networks: Sequence[nn.Module], *, channels_last: bool = False) -> None:
+        self.networks = list(networks)
+        parameters = list(self.networks[0].parameters())
+        if not parameters:
+            raise StructureError("the network has no parameters: there is nothing to prune")
+        kinds = {(p.dtype, p.device) for p in parameters}
+        if len(kinds) > 1:
+            raise StructureError("the network mixes dtypes or devices: convert it with .to(dtype, device) first")
+        (dtype, device), self.channels_last = kinds.pop(), channels_last
+        self.layout = Layout(self.networks[0], channels_last)
+        self.rows = torch.zeros(len(self.networks), self.layout.size, dtype=dtype, device=device)
+        self.gradients = torch.zeros_like(self.rows)
+        for network, row, gradient in zip(self.networks, self.rows, self.gradients, strict=True):
+            self.layout.bind(network, row, gradient)
+        self.sliced: list[Sliced] = []
+
+    @classmethod
+    def start(cls, model: nn.Module, config: Config, device: torch.device) -> Particles:
+        """n copies of `model`, left as it was: at its own weights with jitter beyond the first, or re-initialised."""
+        networks = []
+        for i in range(config.particles):
+            network = copy.deepcopy(model).train()
+            if config.init == "fresh":
+                reinitialise(network, config.seed * 1009 + i)
+            elif i > 0:
+                jitter(network, config.jitter, config.seed * 1009 + i)
+            networks.append(network.to(device))
+        return cls(networks, channels_last=device.type == "cuda")
+
+    def __len__(self) -> int:
+        return len(self.networks)
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.device
+
+    @property
+    def active(self) -> list[nn.Module]:
+        """The networks that forward and backward run on: sliced ones once there are any."""
+        return [s.network for s in self.sliced] or self.networks
+
+    def slice(self, recipes: Sequence[Recipe]) -> None:
+        """Replace the networks that are trained by their sliced parts; rows and momentum keep their full shape."""
+        self.sliced = [
+            slice_particle(network, self.layout, recipe, self.channels_last)
+            for network, recipe in zip(self.networks, recipes, strict=True)
+        ]
+
+    def begin_step(self) -> None:
+        """Clear the gradients and bring the small networks' weights up to date."""
+        self.gradients.zero_()
+        for row, part in zip(self.rows, self.sliced, strict=False):
+            part.gradient.zero_()
+            torch.index_select(row, 0, part.coordinates, out=part.row)
+
+    def collect_gradients(self) -> None:
+        """Scatter the small networks' gradients into the full matrix."""
+        for gradient, part in zip(self.gradients, self.sliced, strict=False):
+            gradient.index_copy_(0, part.coordinates, part.gradient)
+            gradient[self.layout.spare] = 0
+
+    def finish(self) -> None:
+        """Let the small networks hold the final weights, and the full ones the small ones' running statistics."""
+        self.begin_step()
+        for network, part in zip(self.networks, self.sliced, strict=False):
+            scatter_buffers(network, part)
+
+    def intact(self) -> bool:
+        """Whether every network still shares memory with its row."""
+        full = all(
+            self.layout.intact(network, row, gradient)
+            for network, row, gradient in zip(self.networks, self.rows, self.gradients, strict=True)
+        )
+        return full and all(
+            part.layout.intact(part.network, part.row, part.gradient) for part in self.sliced
+        )
+
+
+def jitter(network: nn.Module, amount: float, seed: int) -> None:
+    """Add noise of `amount` times its own std to every parameter tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.numel() > 1:
+                noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype).to(parameter.device)
+                parameter.add_(noise, alpha=amount * float(parameter.std()))
+
+
+def slice_particle(network: nn.Module, layout: Layout, recipe: Recipe, channels_last: bool) -> Sliced:
+    """Cut the network, and find each remaining parameter's coordinate by cutting a network of coordinates alike."""
+    first = next(network.parameters())
+    atlas = copy.deepcopy(network).to("cpu", torch.float64)
+    count = torch.arange(layout.size, dtype=torch.float64)
+    for name, parameter in atlas.named_parameters():
+        parameter.data = layout.segments[name].view(count)
+    atlas, small = cut(atlas, recipe), cut(network, recipe)
+    compact = Layout(small, channels_last)
+    row = torch.zeros(compact.size, dtype=first.dtype, device=first.device)
+    gradient = torch.zeros_like(row)
+    compact.bind(small, row, gradient)
+    coordinates = torch.full((compact.size,), layout.spare, dtype=torch.int64)
+    for name, parameter in atlas.named_parameters():
+        compact.segments[name].view(coordinates).copy_(parameter.data.long())
+    return Sliced(small, recipe, compact, row, gradient, coordinates.to(first.device))
+
+
+def scatter_buffers(network: nn.Module, part: Sliced) -> None:
+    """Write the small network's buffers (running statistics) to their places in the full one."""
+    atlas = copy.deepcopy(network).to("cpu", torch.float64)
+    for buffer in atlas.buffers():
+        buffer.copy_(torch.arange(buffer.numel(), dtype=torch.float64).view(buffer.shape))
+    positions = dict(cut(atlas, part.recipe).named_buffers())
+    values = dict(part.network.named_buffers())
+    for name, buffer in network.named_buffers():
+        places = positions[name].long().flatten().to(buffer.device)
+        buffer.view(-1)[places] = values[name].flatten()

@@ -1,0 +1,250 @@
+"""Cutting a network along kept channels, and the gated network that equals the cut one.
+
+A channel is gone when nobody listens to it, so gates multiply the input axis of every weight that mixes channels;
+operations on single channels (norms, activations, depth-wise convolutions, pooling) need none.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils._pytree import tree_leaves
+
+from dllp.errors import StructureError
+
+Side = Literal["out", "in"]
+Recipe = dict[str, dict[str, list[int]]]
+
+
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """One side of one module that a group cuts; `unit` (size of the side,) is the group's unit of each channel.
+
+    `unit` is -1 where a channel is not of this group (concatenations). Per-channel modules have the side `out` only.
+    """
+
+    module: str
+    side: Side
+    unit: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Channels that live and die together: one gate for each unit; `name` is the first producer."""
+
+    name: str
+    units: int
+    slices: tuple[Slice, ...]
+
+
+def is_depthwise(module: nn.Module) -> bool:
+    """Whether each output channel of a convolution reads its own input channel only."""
+    return isinstance(module, _ConvNd) and 1 < module.groups == module.in_channels == module.out_channels
+
+
+def side_sizes(module: nn.Module) -> dict[Side, int]:
+    """Number of channels on each side that can be cut; empty for a module that cannot be."""
+    if isinstance(module, _ConvNd):
+        sizes: dict[Side, int] = {"out": module.out_channels}
+        return sizes if is_depthwise(module) else {**sizes, "in": module.in_channels}
+    if isinstance(module, nn.Linear):
+        return {"out": module.out_features, "in": module.in_features}
+    if isinstance(module, (_BatchNorm, _InstanceNorm)):
+        return {"out": module.num_features}
+    if isinstance(module, nn.PReLU) and module.num_parameters > 1:
+        return {"out": module.num_parameters}
+    return {}
+
+
+def _sub(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        raise StructureError(f"the network has no module {name!r}: the recipe was made for another network") from None
+
+
+def recipe(model: nn.Module, groups: Sequence[Group], keep: Tensor) -> Recipe:
+    """keep (U,) bool, groups concatenated in order -> kept indices of every side that loses channels."""
+    total = sum(group.units for group in groups)
+    if keep.shape != (total,):
+        raise StructureError(f"keep has shape {tuple(keep.shape)}, but the groups have {total} units")
+    kept: dict[tuple[str, Side], Tensor] = {}
+    parts = keep.detach().to("cpu", torch.bool).split([group.units for group in groups])
+    for group, part in zip(groups, parts, strict=True):
+        padded = torch.cat([part, torch.ones(1, dtype=torch.bool)])  # unit -1 reads the last entry
+        for piece in group.slices:
+            mask = padded[piece.unit]
+            key = (piece.module, piece.side)
+            kept[key] = kept[key] & mask if key in kept else mask
+    result: Recipe = {}
+    for (module, side), mask in kept.items():
+        if not mask.all():
+            result.setdefault(module, {})[side] = mask.nonzero().flatten().tolist()
+    return result
+
+
+def cut(model: nn.Module, recipe: Recipe) -> nn.Module:
+    """A deep copy with only the kept channels of each side in `recipe`; the model itself stays as it is."""
+    checked = {name: _checked(name, _sub(model, name), sides) for name, sides in _items(recipe, "the recipe")}
+    result = copy.deepcopy(model)
+    for name, sides in checked.items():
+        _cut_module(name, result.get_submodule(name), sides)
+    return result
+
+
+def _items(value: Any, what: str) -> Iterable[tuple[str, Any]]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise StructureError(f"{what} must map names to values, not be a {type(value).__name__}")
+    return value.items()
+
+
+def _checked(name: str, module: nn.Module, sides: Any) -> dict[str, Tensor]:
+    """Kept indices as int64 vectors, after checks for recipes written by strangers."""
+    sizes = side_sizes(module)
+    result = {}
+    for side, indices in _items(sides, f"the recipe of {name!r}"):
+        if side not in sizes:
+            raise StructureError(f"{name!r} ({type(module).__name__}) has no side {side!r} that can be cut")
+        size = sizes[side]
+        if not isinstance(indices, (list, tuple)) or any(type(i) is not int for i in indices):
+            raise StructureError(f"{name!r}, side {side!r}: kept indices must be a list of integers")
+        if not indices:
+            raise StructureError(f"{name!r}, side {side!r}: at least one channel must be kept")
+        if min(indices) < 0 or max(indices) >= size:
+            raise StructureError(f"{name!r}, side {side!r}: an index is outside 0..{size - 1}")
+        if any(a >= b for a, b in zip(indices, indices[1:], strict=False)):
+            raise StructureError(f"{name!r}, side {side!r}: indices must increase without duplicates")
+        kept = torch.tensor(indices, dtype=torch.int64)
+        if isinstance(module, _ConvNd) and module.groups > 1 and not is_depthwise(module):
+            counts = torch.bincount(kept // (size // module.groups), minlength=module.groups)
+            if not bool((counts == counts[0]).all()):
+                raise StructureError(f"{name!r}, side {side!r}: its {module.groups} groups must lose equally many")
+        result[side] = kept
+    return result
+
+
+def _replace(module: nn.Module, name: str, value: Tensor) -> None:
+    """Give a tensor new values in place, so that its class, requires_grad and sharing stay."""
+    old = getattr(module, name)
+    if value.dim() == 4 and not old.is_contiguous() and old.is_contiguous(memory_format=torch.channels_last):
+        value = value.contiguous(memory_format=torch.channels_last)
+    old.data = value
+
+
+def _cut_module(name: str, module: nn.Module, sides: dict[str, Tensor]) -> None:
+    out, into = sides.get("out"), sides.get("in")
+    if out is not None:
+        vectors = ("weight", "bias", "running_mean", "running_var")
+        per_channel = not isinstance(module, (_ConvNd, nn.Linear)) or is_depthwise(module)
+        for key in vectors if per_channel else ("bias",):
+            if getattr(module, key, None) is not None:
+                value = getattr(module, key).data
+                _replace(module, key, value[out.to(value.device)])
+        if isinstance(module, (_BatchNorm, _InstanceNorm)):
+            module.num_features = len(out)
+        elif isinstance(module, nn.PReLU):
+            module.num_parameters = len(out)
+        elif is_depthwise(module):
+            module.in_channels = module.out_channels = module.groups = len(out)
+            return
+    if isinstance(module, (_ConvNd, nn.Linear)):
+        _replace(module, "weight", _cut_weight(module, out, into))
+        names = ("out_features", "in_features") if isinstance(module, nn.Linear) else ("out_channels", "in_channels")
+        for key, kept in zip(names, (out, into), strict=True):
+            if kept is not None:
+                setattr(module, key, len(kept))
+
+
+def _cut_weight(module: nn.Module, out: Tensor | None, into: Tensor | None) -> Tensor:
+    """Rows and columns of a weight, taken within each group of a grouped convolution."""
+    weight: Tensor = module.weight.data  # type: ignore[assignment, union-attr]
+    parts = getattr(module, "groups", 1)
+    transposed = isinstance(module, _ConvTransposeNd)
+    local = []
+    for side, kept in (("out", out), ("in", into)):
+        size = side_sizes(module)[side] // parts  # type: ignore[index]
+        kept = torch.arange(size * parts) if kept is None else kept
+        local.append((kept % size).view(parts, -1).to(weight.device))
+    rows, columns = reversed(local) if transposed else local
+    # A plain convolution stores (out, in/groups, ...), a transposed one (in, out/groups, ...): both split along axis 0.
+    blocks = weight.view(parts, weight.shape[0] // parts, *weight.shape[1:]).unbind(0)
+    return torch.cat([block[r][:, c] for block, r, c in zip(blocks, rows, columns, strict=True)])
+
+
+class Fold:
+    """Gates folded into the weights that read the gated channels, along their input axis."""
+
+    def __init__(self, model: nn.Module, groups: Sequence[Group]) -> None:
+        total = sum(group.units for group in groups)
+        index: dict[str, Tensor] = {}
+        self._shapes: list[tuple[int, ...]] = []
+        offset = 0
+        for group in groups:
+            for piece in group.slices:
+                if piece.side == "in":
+                    full = index.setdefault(piece.module, torch.full_like(piece.unit, total))
+                    full[piece.unit >= 0] = piece.unit[piece.unit >= 0] + offset
+            offset += group.units
+        for name in index:
+            module = _sub(model, name)
+            axis = 0 if isinstance(module, _ConvTransposeNd) else 1
+            shape = [1] * module.weight.dim()  # type: ignore[union-attr, operator]
+            shape[axis] = module.weight.shape[axis]  # type: ignore[union-attr, index, assignment]
+            # Every group of a grouped convolution loses the same local channels: the first one tells them.
+            index[name] = index[name][: shape[axis]]
+            self._shapes.append(tuple(shape))
+        self.names: list[str] = [f"{name}.weight" for name in index]
+        self._sizes = [len(i) for i in index.values()]
+        self._index = torch.cat(list(index.values())) if index else torch.zeros(0, dtype=torch.int64)
+
+    def to(self, device: torch.device | str) -> Fold:
+        """The same fold with its indices on `device`."""
+        result = copy.copy(self)
+        result._index = self._index.to(device)
+        return result
+
+    def __call__(self, parameters: Mapping[str, Tensor], gates: Tensor) -> dict[str, Tensor]:
+        """gates (U,) -> the effective weight of every parameter in `names`, in the weight's own dtype."""
+        open_end = torch.cat([gates, gates.new_ones(1)])
+        factors = open_end.index_select(0, self._index).split(self._sizes)
+        result = {}
+        for name, shape, factor in zip(self.names, self._shapes, factors, strict=True):
+            weight = parameters[name]
+            result[name] = weight * factor.view(shape).to(weight.dtype)
+        return result
+
+
+def difference(model: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...]) -> float | None:
+    """Largest difference of gated and cut network, relative to the largest output; None where shapes differ.
+
+    An error that the cut network raises passes through; not-a-number counts as an infinite difference.
+    """
+    parameters = dict(model.named_parameters())
+    device = next(iter(parameters.values())).device
+    with torch.no_grad():
+        gates = keep.to(device, torch.float64)
+        weights = Fold(model, groups).to(device)(parameters, gates)
+        expected = _tensors(functional_call(model, weights, inputs))
+        actual = _tensors(cut(model, recipe(model, groups, keep))(*inputs))
+        if [a.shape for a in actual] != [e.shape for e in expected]:
+            return None
+        worst = 0.0
+        for a, e in zip(actual, expected, strict=True):
+            gap = (a.double() - e.double()).abs().max().item() if a.numel() else 0.0
+            if gap != gap:
+                return float("inf")
+            worst = max(worst, gap / max(e.abs().max().item(), 1e-300) if gap else 0.0)
+    return worst
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -1,0 +1,238 @@
+"""The Stein direction (equation 14): kernels, bandwidths, blocks, and the kernelized Stein discrepancy.
+
+n particles are the rows of an (n, P) matrix. Columns fall into consecutive blocks with one kernel each:
+k(a, b) = exp(-|a - b|^2 / h). Pairs i < j are listed in the order (0,1), (0,2), ..., (1,2), ...
+Every reduction is deterministic and no temporary is larger than a row, whatever n is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dllp.errors import ConfigError
+
+BandwidthFunction = Callable[[Tensor], Tensor]
+Bandwidth = Literal["median", "paper"] | float | BandwidthFunction
+
+_block_norms = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+
+# With a kernel for each coordinate all pairs of a column are needed at once: columns are taken in strips.
+_STRIP = 1 << 22
+
+
+@dataclass(frozen=True, eq=False)
+class BlockIndex:
+    """Consecutive blocks of columns, prepared once: their lengths and the block (P,) of every column.
+
+    `index` is None for a single block, which needs no look-up.
+    """
+
+    lengths: tuple[int, ...]
+    index: Tensor | None
+
+
+Blocks = BlockIndex | Sequence[int] | Literal["coordinate"] | None
+
+
+def block_index(lengths: Sequence[int], device: torch.device | str | None = None) -> BlockIndex:
+    """lengths (B,) -> BlockIndex over sum(lengths) columns; build it once, it copies from host to device."""
+    lengths = tuple(int(length) for length in lengths)
+    if not lengths or min(lengths) < 1:
+        raise ConfigError(f"block lengths {lengths[:4]}...: give at least one block, each with at least one column")
+    if len(lengths) == 1:
+        return BlockIndex(lengths, None)
+    index = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), torch.tensor(lengths))
+    return BlockIndex(lengths, index.to(device))
+
+
+def _resolve_blocks(blocks: BlockIndex | Sequence[int] | None, particles: Tensor) -> BlockIndex:
+    columns = particles.shape[1]
+    if blocks is None:
+        return BlockIndex((columns,), None)
+    if isinstance(blocks, str):
+        raise ConfigError(f"blocks = {blocks!r}: give None, 'coordinate', lengths or a BlockIndex")
+    resolved = blocks if isinstance(blocks, BlockIndex) else block_index(blocks, particles.device)
+    if sum(resolved.lengths) != columns:
+        raise ConfigError(f"blocks cover {sum(resolved.lengths)} of {columns} columns: the lengths must sum to them")
+    return resolved
+
+
+def squared_distances(particles: Tensor, blocks: Blocks = None) -> Tensor:
+    """(n, P) -> (n(n-1)/2, B): squared distance of every pair i < j in every block, in float32 or better."""
+    x = _at_least_float32(particles)
+    if blocks == "coordinate":
+        return torch.stack([(x[i] - x[j]).square_() for i, j in _pairs(len(x))])
+    lengths = _resolve_blocks(blocks, x).lengths
+    # One multi-tensor norm for all blocks of a pair: a fixed order of summation, no atomics, few launches.
+    norms = [torch.stack(_block_norms((x[i] - x[j]).split(lengths))) for i, j in _pairs(len(x))]
+    return torch.stack(norms).square_()
+
+
+def kernel(sq_dists: Tensor, h: Tensor | float) -> Tensor:
+    """(...) -> (...): the radial basis function exp(-|a - b|^2 / h)."""
+    return (-sq_dists / h).exp()
+
+
+def median_bandwidth(sq_dists: Tensor) -> Tensor:
+    """(n(n-1)/2, B) -> (B,): h = med^2 / log n, med the median of the distances over pairs i < j.
+
+    For n = 2 the kernel is then 1/2 whatever the distance. Where the median is 0 (coinciding particles) h is 1:
+    the kernel is 1 and the repulsion vanishes with the difference, so the direction stays finite. Close to that
+    point the repulsion grows as 1 / distance; with a kernel for each coordinate prefer a fixed h.
+    """
+    count = sq_dists.shape[0]
+    particles = (1 + math.isqrt(1 + 8 * count)) // 2
+    ordered = sq_dists.sort(dim=0).values
+    median = 0.5 * (ordered[(count - 1) // 2].sqrt() + ordered[count // 2].sqrt())
+    h = median.square() / math.log(particles)
+    return torch.where(h > torch.finfo(h.dtype).tiny, h, torch.ones_like(h))
+
+
+def paper_bandwidth(sq_dists: Tensor) -> Tensor:
+    """(n(n-1)/2, B) -> (B,): h = log 2 as Algorithm 1 prints it; in high dimension the kernel underflows to 0."""
+    return torch.full_like(sq_dists[0], math.log(2))
+
+
+def fixed_bandwidth(h: float) -> BandwidthFunction:
+    """h -> a function (n(n-1)/2, B) -> (B,) that ignores the distances."""
+    if not 0 < h < math.inf:
+        raise ConfigError(f"bandwidth = {h}: a positive number, median or paper is needed")
+    return lambda sq_dists: torch.full_like(sq_dists[0], h)
+
+
+def bandwidth_function(bandwidth: Bandwidth) -> BandwidthFunction:
+    """A name, a number or a function -> the function (n(n-1)/2, B) -> (B,) it stands for."""
+    if callable(bandwidth):
+        return bandwidth
+    if bandwidth == "median":
+        return median_bandwidth
+    if bandwidth == "paper":
+        return paper_bandwidth
+    if isinstance(bandwidth, str):
+        raise ConfigError(f"bandwidth = {bandwidth!r}: a positive number, median or paper is needed")
+    return fixed_bandwidth(bandwidth)
+
+
+@torch.no_grad()
+def direction(
+    particles: Tensor,
+    scores: Tensor,
+    *,
+    num_data: float = 1,
+    bandwidth: Bandwidth = "median",
+    blocks: Blocks = None,
+) -> Tensor:
+    """(n, P), (n, P) -> (n, P): phi_i = (1/n) sum_j [k(x_j, x_i) s_j + (1/N) grad_{x_j} k(x_j, x_i)].
+
+    Args:
+        particles: One particle in each row.
+        scores: Gradients of the mean log-posterior l; the target is exp(N l).
+        num_data: N. With 1 and the scores of a log density this is the textbook direction of equation 14.
+        bandwidth: `median`, `paper`, a number, or a function of the squared distances.
+        blocks: None for one kernel, lengths or a BlockIndex for one kernel in each block, or `coordinate`.
+
+    Computed and returned in float32 or better. One particle has k = 1 and no repulsion: phi is its score.
+    """
+    if particles.shape != scores.shape or particles.dim() != 2:
+        raise ConfigError(f"particles {tuple(particles.shape)} and scores {tuple(scores.shape)}: both must be (n, P)")
+    x, s = _at_least_float32(particles), _at_least_float32(scores)
+    choose = bandwidth_function(bandwidth)
+    if len(x) == 1:
+        return s.clone()
+    if blocks != "coordinate":
+        resolved = _resolve_blocks(blocks, x)
+        return _combine(x, s, squared_distances(x, resolved), choose, num_data, resolved.index)
+    phi = torch.empty_like(s)
+    for strip in _strips(x.shape[1]):
+        x_strip, s_strip = x[:, strip], s[:, strip]
+        phi[:, strip] = _combine(x_strip, s_strip, squared_distances(x_strip, blocks), choose, num_data, None)
+    return phi
+
+
+def _combine(
+    x: Tensor, s: Tensor, sq_dists: Tensor, choose: BandwidthFunction, num_data: float, index: Tensor | None
+) -> Tensor:
+    """(n, P), (n, P), (pairs, B) -> (n, P): the direction, accumulated pair by pair."""
+    n = len(x)
+    h = choose(sq_dists)
+    attraction = kernel(sq_dists, h) / n
+    repulsion = attraction * (2 / num_data) / h
+    phi = s / n
+    for pair, (i, j) in enumerate(_pairs(n)):
+        k, w = attraction[pair], repulsion[pair]
+        if index is not None:
+            k, w = k.index_select(0, index), w.index_select(0, index)
+        phi[i].addcmul_(k, s[j])
+        phi[j].addcmul_(k, s[i])
+        # grad_{x_j} k(x_j, x_i) = (2 / h) k (x_i - x_j): away from the other particle, for both of them. As a
+        # difference, not as the matrix form's diag(K1) X - K X, which cancels for particles close to each other.
+        push = (x[i] - x[j]).mul_(w)
+        phi[i].add_(push)
+        phi[j].sub_(push)
+    return phi
+
+
+@torch.no_grad()
+def kernelized_discrepancy(
+    particles: Tensor,
+    scores: Tensor,
+    *,
+    num_data: float = 1,
+    bandwidth: Bandwidth = "median",
+    blocks: Blocks = None,
+    unbiased: bool = True,
+) -> Tensor:
+    """(n, P), (n, P) -> (): squared kernelized Stein discrepancy between the particles and exp(N l).
+
+    The U-statistic (mean over i != j, may be negative) or, with `unbiased=False`, the V-statistic (mean over all
+    i, j, never negative), summed over blocks. A diagnostic; at least two particles are needed.
+    """
+    if len(particles) < 2:
+        raise ConfigError("the discrepancy of one particle is undefined: use at least 2 particles")
+    x, s = _at_least_float32(particles), _at_least_float32(scores) * num_data
+    choose = bandwidth_function(bandwidth)
+    if blocks == "coordinate":
+        columns = ((x[:, c].T.unsqueeze(2), s[:, c].T.unsqueeze(2)) for c in _strips(x.shape[1], len(x) ** 2))
+    else:
+        lengths = _resolve_blocks(blocks, x).lengths
+        columns = ((a[None], b[None]) for a, b in zip(x.split(lengths, 1), s.split(lengths, 1), strict=True))
+    return torch.stack([_stein_kernel_mean(a, b, choose, unbiased).sum() for a, b in columns]).sum()
+
+
+def _stein_kernel_mean(x: Tensor, s: Tensor, choose: BandwidthFunction, unbiased: bool) -> Tensor:
+    """(B, n, D), (B, n, D) -> (B,): mean of the Stein kernel over pairs of particles, for B blocks of equal length.
+
+    u(x, y) = k [ s_x.s_y + (2/h)(s_x - s_y).(x - y) + 2D/h - 4|x - y|^2/h^2 ].
+    """
+    n, width = x.shape[1:]
+    square = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").square()
+    first, second = torch.triu_indices(n, n, 1, device=x.device)
+    h = choose(square[:, first, second].T)[:, None, None]
+    cross = s @ x.mT
+    own = cross.diagonal(dim1=1, dim2=2)
+    drift = own[:, :, None] + own[:, None, :] - cross - cross.mT
+    u = kernel(square, h) * (s @ s.mT + (2 / h) * drift + 2 * width / h - 4 * square / h**2)
+    if unbiased:
+        return (u.sum((1, 2)) - u.diagonal(dim1=1, dim2=2).sum(1)) / (n * (n - 1))
+    return u.mean((1, 2))
+
+
+def _pairs(n: int) -> list[tuple[int, int]]:
+    return list(combinations(range(n), 2))
+
+
+def _strips(columns: int, copies: int = 1) -> list[slice]:
+    """Slices over the columns such that `copies` of a strip stay small."""
+    width = max(1, _STRIP // copies)
+    return [slice(begin, begin + width) for begin in range(0, columns, width)]
+
+
+def _at_least_float32(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))

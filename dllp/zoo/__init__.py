@@ -1,0 +1,76 @@
+"""Networks by name. Any other `nn.Module` works as well; these are the ones the tables use."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from dllp.errors import ConfigError
+from dllp.initialise import initialise, reinitialise
+from dllp.zoo.resnet import resnet20, resnet50, resnet56
+from dllp.zoo.small import mlp, small_cnn, small_resnet
+from dllp.zoo.vgg import vgg11_bn, vgg16_bn
+
+__all__ = ["build", "initialise", "names", "reinitialise"]
+
+
+class _Entry(NamedTuple):
+    make: Callable[..., nn.Module]
+    smallest: int
+    """Smallest image side the network's poolings can take."""
+
+
+_REGISTRY = {
+    "mlp": _Entry(mlp, 1),
+    "resnet20": _Entry(resnet20, 4),
+    "resnet50": _Entry(resnet50, 32),
+    "resnet56": _Entry(resnet56, 4),
+    "small_cnn": _Entry(small_cnn, 2),
+    "small_resnet": _Entry(small_resnet, 4),
+    "vgg11_bn": _Entry(vgg11_bn, 32),
+    "vgg16_bn": _Entry(vgg16_bn, 32),
+}
+
+
+def names() -> tuple[str, ...]:
+    """Every name that :func:`build` knows."""
+    return tuple(_REGISTRY)
+
+
+def build(
+    name: str, num_classes: int, in_channels: int = 3, *, image_size: int | None = None, **options: Any
+) -> nn.Module:
+    """A freshly initialised network.
+
+    Args:
+        name: One of :func:`names`.
+        num_classes: Width of the output.
+        in_channels: Channels of the images, or columns of a table.
+        image_size: Side of the images (1 for a table): checked against what the network can take, and given to
+            networks that depend on it.
+        options: What the network's own function takes, such as `shortcut="projection"`.
+    """
+    if name not in _REGISTRY:
+        near = difflib.get_close_matches(name, _REGISTRY, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(_REGISTRY)}"
+        raise ConfigError(f"unknown model {name!r}: {hint} (or give your own as package.module:factory)")
+    entry = _REGISTRY[name]
+    if num_classes < 1 or in_channels < 1:
+        raise ConfigError(f"{name} with {num_classes} classes and {in_channels} input channels: both must be positive")
+    if image_size is not None and image_size < entry.smallest:
+        raise ConfigError(
+            f"{name} needs images of at least {entry.smallest}x{entry.smallest}, not {image_size}x{image_size}: "
+            "choose a smaller network (small_cnn, mlp) or larger images"
+        )
+    known = set(inspect.signature(entry.make).parameters) - {"num_classes", "in_channels"}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        takes = ", ".join(sorted(known)) or "no options"
+        raise ConfigError(f"{name} has no option {unknown[0]!r}: it takes {takes}")
+    if image_size is not None and "image_size" in known:
+        options["image_size"] = image_size
+    return entry.make(num_classes=num_classes, in_channels=in_channels, **options)

@@ -1,0 +1,22 @@
+"""What every test shares: one thread in each process, one seed, no clock in property tests."""
+
+import os
+
+# Before torch loads, and inherited by processes that tests start: `make test` runs several workers on few cores.
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+
+# Deadlines would be assertions about time; derandomised examples make a failure repeat.
+settings.register_profile("dllp", deadline=None, derandomize=True)
+settings.load_profile("dllp")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Every test starts from the same torch random state, in any order and on any worker."""
+    torch.manual_seed(0)
