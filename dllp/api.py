@@ -141,6 +141,7 @@ def train_dense(
     config: Config | None = None,
     *,
     on_epoch: Callable[[EpochRecord], None] | None = None,
+    on_step: Callable[[Trainer], None] | None = None,
 ) -> Result:
     """Train the unpruned network by the same recipe: no gates, no prior, no Stein term. The reference to compare with."""
     config = (config or Config()).resolved()
@@ -151,7 +152,7 @@ def train_dense(
     check_targets(model, batches, example)
     particles = Particles.start(model, config, device)
     trainer = Trainer(particles, None, config, num_data=batches.num_examples, steps_per_epoch=batches.steps)
-    history = trainer.run(batches, on_epoch=on_epoch)
+    history = trainer.run(batches, on_epoch=on_epoch, on_step=on_step)
     return collect(trainer, structure, example, history)
 
 

@@ -163,7 +163,8 @@ class WeightGating:
         if keep is None:
             return logits > 0
         cost: LinearCost = getattr(self, budget)
-        fixed = cost.dense - float(cost.price.double().sum())
+        price = cost.price.to(logits.device, torch.float64)
+        fixed = cost.dense - float(price.sum())
         room = keep * cost.dense - fixed
         if room < 0:
             raise StructureError(
@@ -171,7 +172,7 @@ class WeightGating:
                 "network; keep more, or set gate_linear=True"
             )
         order = torch.argsort(logits, descending=True, stable=True)
-        spent = cost.price[order].double().cumsum(0)
+        spent = price[order].cumsum(0)
         chosen = torch.zeros_like(logits, dtype=torch.bool)
         chosen[order[spent <= room + 1e-6 * cost.dense]] = True
         return chosen

@@ -165,7 +165,7 @@ class Particles:
         """Scatter the small networks' gradients into the full matrix."""
         for gradient, part in zip(self.gradients, self.sliced, strict=False):
             gradient.index_copy_(0, part.coordinates, part.gradient)
-            gradient[self.layout.spare] = 0
+            gradient.narrow(0, self.layout.spare, 1).zero_()
 
     def finish(self) -> None:
         """Let the small networks hold the final weights, and the full ones the small ones' running statistics."""

@@ -47,9 +47,7 @@ def responsibility(w: Tensor, logit: Tensor, slab: Tensor | float, spike: Tensor
     return _slab_logit(w, logit, slab, spike).sigmoid()
 
 
-def precision_parts(
-    w: Tensor, logit: Tensor, slab: Tensor | float, spike: Tensor | float
-) -> tuple[Tensor, Tensor]:
+def precision_parts(w: Tensor, logit: Tensor, slab: Tensor | float, spike: Tensor | float) -> tuple[Tensor, Tensor]:
     """(...) -> (...), (...): the slab's r lambda^2 and the spike's (1 - r) epsilon^2.
 
     Apart, because the spike's stiff part is taken by :func:`proximal_spike` and the slab's stays in the score.
@@ -175,13 +173,15 @@ def _negated(energy: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return log_prob
 
 
-PRIORS: Mapping[str, Prior] = MappingProxyType({
-    prior.name: prior
-    for prior in (
-        Prior("spike_and_slab", spike_and_slab_log_prob, spike_and_slab_score, proper=True, separable=True),
-        Prior("laplace", laplace_log_prob, laplace_score, proper=True, separable=True),
-        Prior("gaussian", gaussian_log_prob, gaussian_score, proper=True, separable=True),
-        Prior("polarization", _negated(polarization_energy), polarization_score, proper=False, separable=False),
-        Prior("hoyer", _negated(hoyer_energy), hoyer_score, proper=False, separable=False),
-    )
-})
+PRIORS: Mapping[str, Prior] = MappingProxyType(
+    {
+        prior.name: prior
+        for prior in (
+            Prior("spike_and_slab", spike_and_slab_log_prob, spike_and_slab_score, proper=True, separable=True),
+            Prior("laplace", laplace_log_prob, laplace_score, proper=True, separable=True),
+            Prior("gaussian", gaussian_log_prob, gaussian_score, proper=True, separable=True),
+            Prior("polarization", _negated(polarization_energy), polarization_score, proper=False, separable=False),
+            Prior("hoyer", _negated(hoyer_energy), hoyer_score, proper=False, separable=False),
+        )
+    }
+)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -121,7 +122,7 @@ def _checked(name: str, module: nn.Module, sides: Any) -> dict[str, Tensor]:
             raise StructureError(f"{name!r}, side {side!r}: at least one channel must be kept")
         if min(indices) < 0 or max(indices) >= size:
             raise StructureError(f"{name!r}, side {side!r}: an index is outside 0..{size - 1}")
-        if any(a >= b for a, b in zip(indices, indices[1:], strict=False)):
+        if any(a >= b for a, b in pairwise(indices)):
             raise StructureError(f"{name!r}, side {side!r}: indices must increase without duplicates")
         kept = torch.tensor(indices, dtype=torch.int64)
         if isinstance(module, _ConvNd) and module.groups > 1 and not is_depthwise(module):
@@ -153,7 +154,7 @@ def _cut_module(name: str, module: nn.Module, sides: dict[str, Tensor]) -> None:
             module.num_features = len(out)
         elif isinstance(module, nn.PReLU):
             module.num_parameters = len(out)
-        elif is_depthwise(module):
+        elif isinstance(module, _ConvNd) and is_depthwise(module):
             module.in_channels = module.out_channels = module.groups = len(out)
             return
     if isinstance(module, (_ConvNd, nn.Linear)):

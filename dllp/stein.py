@@ -2,7 +2,7 @@
 
 n particles are the rows of an (n, P) matrix. Columns fall into consecutive blocks with one kernel each:
 k(a, b) = exp(-|a - b|^2 / h). Pairs i < j are listed in the order (0,1), (0,2), ..., (1,2), ...
-Every reduction is deterministic and no temporary is larger than a row, whatever n is.
+Every reduction is deterministic, and the direction's temporaries are a few rows or strips, whatever n is.
 """
 
 from __future__ import annotations
@@ -143,40 +143,45 @@ def direction(
     if particles.shape != scores.shape or particles.dim() != 2:
         raise ConfigError(f"particles {tuple(particles.shape)} and scores {tuple(scores.shape)}: both must be (n, P)")
     x, s = _at_least_float32(particles), _at_least_float32(scores)
-    choose = bandwidth_function(bandwidth)
     if len(x) == 1:
         return s.clone()
+    options = {"num_data": num_data, "bandwidth": bandwidth}
     if blocks != "coordinate":
         resolved = _resolve_blocks(blocks, x)
-        return _combine(x, s, squared_distances(x, resolved), choose, num_data, resolved.index)
+        return combine(x, s, *pair_weights(x, blocks=resolved, **options), resolved.index)
     phi = torch.empty_like(s)
-    for strip in _strips(x.shape[1]):
+    for strip in _strips(x.shape[1], len(x)):
         x_strip, s_strip = x[:, strip], s[:, strip]
-        phi[:, strip] = _combine(x_strip, s_strip, squared_distances(x_strip, blocks), choose, num_data, None)
+        phi[:, strip] = combine(x_strip, s_strip, *pair_weights(x_strip, blocks=blocks, **options), None)
     return phi
 
 
-def _combine(
-    x: Tensor, s: Tensor, sq_dists: Tensor, choose: BandwidthFunction, num_data: float, index: Tensor | None
-) -> Tensor:
-    """(n, P), (n, P), (pairs, B) -> (n, P): the direction, accumulated pair by pair."""
-    n = len(x)
-    h = choose(sq_dists)
-    attraction = kernel(sq_dists, h) / n
-    repulsion = attraction * (2 / num_data) / h
-    phi = s / n
-    for pair, (i, j) in enumerate(_pairs(n)):
+def pair_weights(
+    particles: Tensor, *, num_data: float = 1, bandwidth: Bandwidth = "median", blocks: Blocks = None
+) -> tuple[Tensor, Tensor]:
+    """(n, P) -> k/n and 2k/(hNn), (pairs, B) each: how much each pair shares its scores, and how hard it repels."""
+    sq_dists = squared_distances(particles, blocks)
+    h = bandwidth_function(bandwidth)(sq_dists)
+    attraction = kernel(sq_dists, h) / len(particles)
+    return attraction, attraction * (2 / num_data) / h
+
+
+def combine(x: Tensor, s: Tensor, attraction: Tensor, repulsion: Tensor, index: Tensor | None) -> Tensor:
+    """(n, P), (n, P), (pairs, B), (pairs, B) -> (n, P): the direction, accumulated pair by pair; elementwise only.
+
+    `index` (P,) gives the block of every column, None where the weights are one for all or one for each column.
+    """
+    phi = list((s / len(x)).unbind(0))
+    for pair, (i, j) in enumerate(_pairs(len(x))):
         k, w = attraction[pair], repulsion[pair]
         if index is not None:
             k, w = k.index_select(0, index), w.index_select(0, index)
-        phi[i].addcmul_(k, s[j])
-        phi[j].addcmul_(k, s[i])
         # grad_{x_j} k(x_j, x_i) = (2 / h) k (x_i - x_j): away from the other particle, for both of them. As a
         # difference, not as the matrix form's diag(K1) X - K X, which cancels for particles close to each other.
-        push = (x[i] - x[j]).mul_(w)
-        phi[i].add_(push)
-        phi[j].sub_(push)
-    return phi
+        push = (x[i] - x[j]) * w
+        phi[i] = phi[i] + k * s[j] + push
+        phi[j] = phi[j] + k * s[i] - push
+    return torch.stack(phi)
 
 
 @torch.no_grad()
@@ -228,8 +233,8 @@ def _pairs(n: int) -> list[tuple[int, int]]:
     return list(combinations(range(n), 2))
 
 
-def _strips(columns: int, copies: int = 1) -> list[slice]:
-    """Slices over the columns such that `copies` of a strip stay small."""
+def _strips(columns: int, copies: int) -> list[slice]:
+    """Slices over the columns such that `copies` of one hold at most _STRIP values."""
     width = max(1, _STRIP // copies)
     return [slice(begin, begin + width) for begin in range(0, columns, width)]
 

@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch_pruning as tp
+import torch_pruning.ops as tp_ops
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from dllp.errors import StructureError
@@ -52,19 +54,21 @@ class Cost:
 
     def expected(self, theta: Tensor) -> Tensor:
         """theta (..., U) -> (...): expected cost under independent gates, exact; the cost itself for 0/1 gates."""
-        theta = theta.to(self.linear.dtype)
-        counts = theta @ self.signals
-        inputs = self.in_const + counts.index_select(-1, self.in_signal)
-        outputs = self.out_const + counts.index_select(-1, self.out_signal)
-        # A gate on both sides of a layer has E[z z] = theta, not theta^2.
-        single = theta @ self.linear + (theta * (1 - theta)) @ self.square
-        return self.const + single + (inputs * outputs) @ self.pair
+        with torch.autocast(theta.device.type, enabled=False):  # which would round the products to half precision
+            theta = theta.to(self.linear.dtype)
+            counts = theta @ self.signals
+            inputs = self.in_const + counts.index_select(-1, self.in_signal)
+            outputs = self.out_const + counts.index_select(-1, self.out_signal)
+            # A gate on both sides of a layer has E[z z] = theta, not theta^2.
+            single = theta @ self.linear + (theta * (1 - theta)) @ self.square
+            return self.const + single + (inputs * outputs) @ self.pair
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Cost:
         """The same cost on `device`; float64 unless `dtype` says otherwise."""
         moved = {
             name: value.to(device, dtype if value.is_floating_point() else None)
-            for name, value in vars(self).items() if isinstance(value, Tensor)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
         }
         return replace(self, **moved)
 
@@ -113,6 +117,11 @@ class Structure:
         return torch.cat(counts) if counts else torch.zeros(0, dtype=torch.int64)
 
 
+def _weights(module: nn.Module) -> int:
+    weight = module.weight  # a parameter, or what a parametrization computes
+    return weight.numel() if isinstance(weight, Tensor) else 0
+
+
 def _counts(unit: Tensor, offset: int, total: int) -> Tensor:
     """unit (C,) -> float64 (total,): channels of each unit."""
     return torch.bincount(unit[unit >= 0] + offset, minlength=total).double()
@@ -129,7 +138,7 @@ def discover(model: nn.Module, example: Tensor | tuple, *, filter_fn: Filter | N
         example: A batch of inputs (or a tuple of them); its first example is used.
         filter_fn: Called with every convolution and linear module and its name; False keeps its channels whole.
     """
-    inputs = _first_example(example)
+    inputs = _first_example(model, example)
     with _isolated(model):
         scratch = _copy(model)
         trace = _observe(scratch, inputs)
@@ -139,32 +148,36 @@ def discover(model: nn.Module, example: Tensor | tuple, *, filter_fn: Filter | N
     order = {name: i for i, name in enumerate(trace.macs)}
     whole = dict(sorted(whole.items(), key=lambda item: order.get(item[0], len(order))))
     modules = dict(model.named_modules())
-    layers = tuple(Layer(name, macs, modules[name].weight.numel()) for name, macs in trace.macs.items())
+    layers = tuple(Layer(name, macs, _weights(modules[name])) for name, macs in trace.macs.items())
     return Structure(tuple(groups), whole, layers, _flops(modules, groups, trace), _params(model, modules, groups))
 
 
 def verify(model: nn.Module, groups: Sequence[Group], keep: Tensor, example: Tensor | tuple) -> float:
     """keep (U,) bool -> largest relative float64 difference of gated and cut network; StructureError beyond 1e-9."""
-    inputs = _first_example(example)
+    inputs = _first_example(model, example)
     with _isolated(model):
         exact = _copy(model).double()
+        inputs = _random_inputs(exact, inputs)
         gap = _gap(exact, groups, keep, inputs)
         if gap.value <= TOLERANCE:
             return gap.value
         for group, part in zip(groups, keep.split([g.units for g in groups]), strict=True):
             single = _gap(exact, [group], part, inputs)
             if single.value > TOLERANCE:
-                raise StructureError(_refusal(group, single))
-    raise StructureError(f"the cut network differs from the gated one by {gap.value:.1e} (relative)")
+                raise StructureError(_refusal({group.name: single.message}))
+    raise StructureError(f"groups that pass one by one fail together: {gap.message}")
 
 
-def _first_example(example: Tensor | tuple) -> tuple[Any, ...]:
+def _first_example(model: nn.Module, example: Tensor | tuple) -> tuple[Any, ...]:
+    """The first example of each input, where the network is."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     inputs = tuple(example) if isinstance(example, (tuple, list)) else (example,)
     batch = next((x.shape[0] for x in inputs if isinstance(x, Tensor) and x.dim()), None)
     if not batch:
         raise StructureError("the example must be a tensor (or a tuple of them) with at least one example in it")
     return tuple(
-        x[:1].detach() if isinstance(x, Tensor) and x.dim() and x.shape[0] == batch else x for x in inputs
+        (x[:1] if x.dim() and x.shape[0] == batch else x).detach().to(device) if isinstance(x, Tensor) else x
+        for x in inputs
     )
 
 
@@ -172,10 +185,10 @@ def _first_example(example: Tensor | tuple) -> tuple[Any, ...]:
 def _isolated(model: nn.Module) -> Iterator[None]:
     """Random states as before, gradients on (the graph is read from autograd), and silence."""
     devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(d.index or 0 for d in devices)), torch.enable_grad():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+    ordinals = sorted(d.index or 0 for d in devices)
+    with torch.random.fork_rng(devices=ordinals), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -234,32 +247,38 @@ def _observe(model: nn.Module, inputs: tuple[Any, ...]) -> _Trace:
         def record(_: nn.Module, args: Any, output: Any) -> None:
             trace.calls[name] += 1
             if isinstance(module, (_ConvNd, nn.Linear)):
-                positions = args[0] if isinstance(module, _ConvTransposeNd) else output
-                channels = side_sizes(module)["in" if isinstance(module, _ConvTransposeNd) else "out"]
-                macs = positions.numel() / channels * module.weight.numel()
-                trace.macs[name] = trace.macs.get(name, 0.0) + macs
+                # A weight is used once for each output position (each input position where transposed).
+                if isinstance(module, _ConvTransposeNd):
+                    positions = args[0].numel() / module.in_channels
+                else:
+                    positions = output.numel() / side_sizes(module)["out"]
+                trace.macs[name] = trace.macs.get(name, 0.0) + positions * module.weight.numel()
+
         return record
 
-    handles = [m.register_forward_hook(hook(n, m)) for n, m in model.named_modules() if side_sizes(m) or not [*m.children()]]
+    watched = [(n, m) for n, m in model.named_modules() if side_sizes(m) or not list(m.children())]
+    handles = [module.register_forward_hook(hook(name, module)) for name, module in watched]
     try:
         with FlopCounterMode(display=False) as counter, _ZeroPad() as pads:
-            model(*inputs)
+            output = model(*inputs)
     except Exception as error:
         shapes = ", ".join(str(tuple(x.shape)) for x in inputs if isinstance(x, Tensor))
         raise StructureError(f"the network cannot take inputs of shape {shapes}: {_line(error)}") from error
     finally:
         for handle in handles:
             handle.remove()
+    if trace.macs and not any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(output)):
+        raise StructureError("the network's graph cannot be traced: its forward switches gradients off")
     trace.total = counter.get_total_flops() / 2
     trace.zero_pad = pads.found
     return trace
 
 
 def _dependency_graph(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    class Opaque(tp.ops.DummyPruner):
+    class Opaque(tp_ops.DummyPruner):
         """Makes a module that Torch-Pruning does not know visible in its graph."""
 
-    opaque = {kind: Opaque() for kind in (nn.LocalResponseNorm, nn.GRU, nn.RNN)}
+    opaque: dict[Any, Any] = {kind: Opaque() for kind in (nn.LocalResponseNorm, nn.GRU, nn.RNN)}
     try:
         # Without forward_fn Torch-Pruning first tries model(*batch), which unbatches the example.
         return tp.DependencyGraph().build_dependency(
@@ -282,8 +301,14 @@ class _Channel(NamedTuple):
     root_idx: int
 
 
-def _reach(graph: Any, root: nn.Module, channels: Sequence[int]) -> dict[tuple[Any, Any], set[_Channel]]:
-    """Everything coupled to the output channels of `root`: {(node, pruning function): channels}."""
+def _reach(graph: Any, root: nn.Module, channels: Sequence[int]) -> tuple[dict[tuple[Any, Any], set[_Channel]], bool]:
+    """Everything coupled to the output channels of `root`, {(node, pruning function): channels}, and if that is all.
+
+    Torch-Pruning's index mappings trip or run in circles over operations they were not made for (recurrent cells);
+    the search then ends early.
+    """
+    sizes = [size for module in graph.model.modules() for size in side_sizes(module).values()]
+    most = 16 * max(sizes)  # a channel that hangs on more roots than this hints at a circle
     start = (graph.module2node[root], graph.get_pruner_of_module(root).prune_out_channels)
     seen = {start: {_Channel(i, i) for i in channels}}
     stack = [(*start, list(seen[start]))]
@@ -293,18 +318,25 @@ def _reach(graph: Any, root: nn.Module, channels: Sequence[int]) -> dict[tuple[A
             if not dependency.is_triggered_by(function):
                 continue
             target, handler = dependency.target, dependency.handler
-            if handler == graph.get_pruner_of_module(target.module).prune_out_channels \
-                    and side_sizes(target.module).get("out") == 1:
+            if (
+                handler == graph.get_pruner_of_module(target.module).prune_out_channels
+                and side_sizes(target.module).get("out") == 1
+            ):
                 continue  # a single channel is broadcast over all others: it stays
-            mapped = found
-            for mapping in dependency.index_mapping:
-                mapped = mapped if mapping is None else mapping(mapped)
+            try:
+                mapped = found
+                for mapping in dependency.index_mapping:
+                    mapped = mapped if mapping is None else mapping(mapped)
+            except Exception:
+                return seen, False
             known = seen.setdefault((target, handler), set())
             new = [c for c in mapped if c not in known]
+            if any(c.root_idx is None or not 0 <= c.idx < most for c in new) or len(known) + len(new) > most:
+                return seen, False
             if new:
                 known.update(new)
                 stack.append((target, handler, new))
-    return seen
+    return seen, True
 
 
 class _Union:
@@ -346,16 +378,16 @@ class _Channels:
         return [self.union.find(i) if self.reached[i] else -1 for i in self.span[key]]
 
 
-def _components(
-    model: nn.Module, graph: Any, trace: _Trace, forbidden: set[str]
-) -> tuple[list[Group], dict[str, str]]:
+def _components(model: nn.Module, graph: Any, trace: _Trace, forbidden: set[str]) -> tuple[list[Group], dict[str, str]]:
     """Groups that may be cut, and the reason for each root whose group may not."""
     modules = dict(model.named_modules())
     channels = _Channels(modules)
     # A single channel is never pruned, and often broadcast over others.
     producers = [
-        name for name in trace.macs
-        if modules[name] in graph.module2node and not is_depthwise(modules[name])
+        name
+        for name in trace.macs
+        if modules[name] in graph.module2node
+        and not is_depthwise(modules[name])
         and len(channels.span[name, "out"]) > 1
     ]
     unfit = _unfit(model, trace)
@@ -367,35 +399,48 @@ def _components(
     lame = _couple_grouped(modules, channels)
 
     labels = {key: channels.labels(key) for key in channels.span}
-    linked = _Union(len(producers))
-    first: dict[int, int] = {}  # set of channels -> its first producer
-    for i, name in enumerate(producers):
-        for label in labels[name, "out"]:
-            linked.join(i, first.setdefault(label, i))
-    place: dict[int, tuple[int, int]] = {}  # set of channels -> root, unit
-    units: Counter[int] = Counter()
-    for label, i in first.items():
-        root = linked.find(i)
-        place[label] = (root, units[root])
-        units[root] += 1
-
-    pieces: dict[int, list[Slice]] = {root: [] for root in units}
+    made_by: dict[int, list[str]] = {}  # set of channels -> its producers
+    for name in producers:
+        for label in dict.fromkeys(labels[name, "out"]):
+            made_by.setdefault(label, []).append(name)
+    # Sets with the same producers form a group: one unit kept in each group then leaves no module empty.
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for label, names in made_by.items():
+        groups.setdefault(tuple(names), []).append(label)
+    place = {label: (makers, unit) for makers, members in groups.items() for unit, label in enumerate(members)}
+    pieces: dict[tuple[str, ...], list[Slice]] = {makers: [] for makers in groups}
     for (name, side), row in labels.items():
-        found = [place.get(label, (-1, -1)) for label in row]
-        for root in sorted({r for r, _ in found} - {-1}):
-            pieces[root].append(Slice(name, side, torch.tensor([u if r == root else -1 for r, u in found])))
-    groups, whole = [], {}
-    for root in sorted(units):
-        group = Group(producers[root], units[root], tuple(pieces[root]))
-        members = [name for i, name in enumerate(producers) if linked.find(i) == root]
-        reason = next((reasons[name] for name in members if name in reasons), None) or _reason(group, forbidden, lame)
+        found = [place.get(label, ((), -1)) for label in row]
+        for makers in dict.fromkeys(m for m, _ in found if m):
+            units = torch.tensor([unit if m == makers else -1 for m, unit in found])
+            pieces[makers].append(Slice(name, side, units))
+
+    free, whole = [], {}
+    reasons = _spread(reasons, list(groups))
+    for makers, members in groups.items():
+        entire = {p.module for p in pieces[makers] if p.side == "out" and bool((p.unit >= 0).all())}
+        root = next((name for name in makers if name in entire), makers[0])
+        group = Group(root, len(members), tuple(pieces[makers]))
+        reason = next((reasons[name] for name in makers if name in reasons), None) or _reason(group, forbidden, lame)
         if reason is None:
-            groups.append(group)
-        elif reason == _MISALIGNED and trace.zero_pad:
-            whole[group.name] = _ZERO_PAD
+            free.append(group)
         else:
-            whole[group.name] = reason
-    return groups, whole
+            whole[root] = _ZERO_PAD if reason == _MISALIGNED and trace.zero_pad else reason
+    return free, whole
+
+
+def _spread(reasons: dict[str, str], coupled: list[tuple[str, ...]]) -> dict[str, str]:
+    """Reasons of producers, handed on to all producers that are coupled to them."""
+    result = dict(reasons)
+    changed = True
+    while changed:
+        changed = False
+        for makers in coupled:
+            known = next((result[name] for name in makers if name in result), None)
+            new = [name for name in makers if known is not None and name not in result]
+            result.update(dict.fromkeys(new, known or ""))
+            changed |= bool(new)
+    return result
 
 
 _OUTPUT = "its channels are the network's outputs"
@@ -432,21 +477,22 @@ def _couple(graph: Any, model: nn.Module, channels: _Channels, root: str, unfit:
     span = channels.span[root, "out"]
     fresh = [i for i, k in enumerate(span) if not channels.reached[k]]
     names = {m: n for n, m in model.named_modules()}
-    reason = None
-    for (node, handler), found in _reach(graph, module, fresh).items() if fresh else ():
+    reached, complete = _reach(graph, module, fresh) if fresh else ({}, True)
+    reason = None if complete else _MISALIGNED
+    for (node, handler), found in reached.items():
         target = node.module
         if isinstance(target, nn.Parameter):
             name = next((n for n, p in model.named_parameters() if p is target), "?")
             reason = reason or f"the parameter {name} of no known layer stands in its way"
-        elif node.type == tp.ops.OPTYPE.OUTPUT:
+        elif node.type == tp_ops.OPTYPE.OUTPUT:
             reason = reason or _OUTPUT
         elif target in names:
             name = names[target]
             reason = reason or unfit.get(name)
             sizes = side_sizes(target)
             out = "in" not in sizes or handler == graph.get_pruner_of_module(target).prune_out_channels
-            row = channels.span.get((name, "out" if out else "in"))
-            for channel in found if row is not None else ():
+            row = channels.span.get((name, "out" if out else "in"), range(0))
+            for channel in found if sizes else ():
                 if channel.idx < len(row):
                     channels.join(row[channel.idx], span[channel.root_idx])
                 else:
@@ -457,7 +503,7 @@ def _couple(graph: Any, model: nn.Module, channels: _Channels, root: str, unfit:
 def _couple_grouped(modules: dict[str, nn.Module], channels: _Channels) -> set[str]:
     """Join j, j + C/G, ... on both sides of grouped convolutions; names of those fed by more than producers."""
     lame = set()
-    for (name, side), row in channels.span.items():
+    for (name, _), row in channels.span.items():
         parts = getattr(modules[name], "groups", 1)
         if parts == 1 or is_depthwise(modules[name]):
             continue
@@ -510,34 +556,51 @@ class _Gap(NamedTuple):
 
 
 def _gap(exact: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...]) -> _Gap:
-    generator = torch.Generator().manual_seed(1)
-    inputs = tuple(
-        torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
-        if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
-    )
     try:
         value = difference(exact, groups, keep, inputs)
     except Exception as error:
-        return _Gap(math.inf, False, f"the cut network fails: {_line(error)}")
+        return _Gap(math.inf, False, f"the cut network fails ({_line(error)}): its forward counts on all of them")
     if value is None:
         return _Gap(math.inf, True, "the cut network has outputs of another shape")
-    return _Gap(value, False, f"the cut network differs from the gated one by {value:.1e} (relative)")
+    mixed = "as its forward moves or mixes them (shuffle, flip, padding, softmax)"
+    return _Gap(value, False, f"the cut network differs from the gated one by {value:.1e}, {mixed}")
 
 
-def _refusal(group: Group, gap: _Gap) -> str:
-    reader = next((p.module for p in group.slices if p.side == "in"), "its reader")
+def _random_inputs(exact: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Random numbers in place of real ones, in float64, after a check that the network takes them."""
+    generator = torch.Generator().manual_seed(1)
+    result = tuple(
+        torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
+        if isinstance(x, Tensor) and x.is_floating_point()
+        else x
+        for x in inputs
+    )
+    try:
+        with torch.no_grad():
+            exact(*result)
+    except Exception as error:
+        raise StructureError(f"the network cannot run in float64, which verification needs: {_line(error)}") from error
+    return result
+
+
+def _refusal(refused: dict[str, str]) -> str:
+    """One line for the first group that cannot be pruned safely, and a way out for all of them."""
+    name, message = next(iter(refused.items()))
+    others = f" (and of {len(refused) - 1} more)" if len(refused) > 1 else ""
     return (
-        f"the channels of {group.name!r} cannot be pruned safely: {gap.message}; an operation between {group.name!r} "
-        f"and {reader!r} moves or mixes channels (shuffle, flip, padding, reshape). Keep them whole with "
-        f"filter_fn=lambda module, name: name != {group.name!r}"
+        f"the channels of {name!r}{others} cannot be pruned safely: {message}; "
+        f"keep them whole with filter_fn=lambda module, name: name not in {tuple(refused)}"
     )
 
 
 def _verified(
     exact: nn.Module, groups: list[Group], inputs: tuple[Any, ...], zero_pad: bool
 ) -> tuple[list[Group], dict[str, str]]:
-    """The groups for which cut and gated network agree, and why the others stay whole; refuses where none fits."""
+    """The groups for which cut and gated network agree, and why others stay whole; refuses groups of neither kind."""
+    if not groups:
+        return [], {}
     generator = torch.Generator().manual_seed(2)
+    inputs = _random_inputs(exact, inputs)
 
     def gap(chosen: list[Group]) -> _Gap:
         gaps = []
@@ -546,10 +609,11 @@ def _verified(
             gaps.append(_gap(exact, chosen, torch.cat(keep), inputs))
         return max(gaps)
 
-    if not groups or gap(groups).value <= TOLERANCE:
+    if gap(groups).value <= TOLERANCE:
         return groups, {}
     good: list[Group] = []
     whole: dict[str, str] = {}
+    refused: dict[str, str] = {}
     for group in groups:
         found = gap([*good, group])
         if found.value <= TOLERANCE:
@@ -559,7 +623,9 @@ def _verified(
         elif zero_pad:
             whole[group.name] = _ZERO_PAD
         else:
-            raise StructureError(_refusal(group, found))
+            refused[group.name] = found.message
+    if refused:
+        raise StructureError(_refusal(refused))
     return good, whole
 
 
@@ -615,8 +681,16 @@ class _Terms:
         pair, in_const, in_signal, out_const, out_signal = table.unbind(1)
         signals = torch.stack([counts for _, counts in self.signals.values()], dim=1)
         result = Cost(
-            0.0, torch.tensor(const + self.fixed, dtype=torch.float64), self.linear, self.square, signals,
-            pair, in_const, in_signal.long(), out_const, out_signal.long(),
+            0.0,
+            torch.tensor(const + self.fixed, dtype=torch.float64),
+            self.linear,
+            self.square,
+            signals,
+            pair,
+            in_const,
+            in_signal.long(),
+            out_const,
+            out_signal.long(),
         )
         return replace(result, dense=result.expected(torch.ones(self.total, dtype=torch.float64)).item())
 
@@ -642,7 +716,7 @@ def _params(model: nn.Module, modules: dict[str, nn.Module], groups: Sequence[Gr
         sizes = side_sizes(modules[name])
         vectors = sum(p.numel() for p in modules[name].parameters(recurse=False))
         if "in" in sizes:
-            weights = modules[name].weight.numel()
+            weights = _weights(modules[name])
             counted += terms.pairs(name, sizes, weights / (sizes["in"] * sizes["out"]))
             vectors -= weights
         counted += terms.each(name, sizes["out"], vectors / sizes["out"])
@@ -652,9 +726,7 @@ def _params(model: nn.Module, modules: dict[str, nn.Module], groups: Sequence[Gr
 # --- choice of units --------------------------------------------------------------------------------------------------
 
 
-def select(
-    structure: Structure, logits: Tensor, *, cost: Cost, keep: float | None, round_to: int = 1
-) -> Tensor:
+def select(structure: Structure, logits: Tensor, *, cost: Cost, keep: float | None, round_to: int = 1) -> Tensor:
     """logits (U,) -> bool (U,): the units to keep; cost at most `keep` * dense, or logits > 0 without `keep`.
 
     Units are taken in descending order of their logits, in chunks of `round_to` channels within each group; the best

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from dllp.gating import Budget, ChannelGating, WeightGating
 from dllp.particles import Particles
 
 Phase = Literal["open", "soft", "discrete"]
+T = TypeVar("T")
 
 
 class Batches(Protocol):
@@ -77,6 +78,8 @@ class Trainer:
         self.step_index = 0
         self.keep: Tensor | None = None  # (n, U) bool, once the gates are discrete
         self.momentum = torch.zeros_like(particles.rows)
+        self.prior_scores = torch.zeros_like(particles.rows) if gating else None
+        self.scores = torch.zeros_like(particles.rows) if config.likelihood == "gaussian" else None
         self.logits = torch.full((n, units), config.gate_logit, device=device, dtype=dtype)
         self.log_slab = torch.full((n, modules), config.slab, device=device, dtype=dtype).log()
         self.log_d = torch.zeros(n, device=device, dtype=dtype)
@@ -105,6 +108,8 @@ class Trainer:
         self.moving = self.learnable.to(dtype).expand(n, -1)  # (n, P): 0 where a weight stands still
         self.decay = config.weight_decay * self._ungated()
         self.streams = [torch.cuda.Stream(device) for _ in range(n)] if device.type == "cuda" and n > 1 else []
+        # one fused kernel on CUDA; its inputs never change shape, so it is compiled once
+        self.update = torch.compile(update_rows, dynamic=False) if device.type == "cuda" else update_rows
         self.capture = Capture(self.step, self.generator, enabled=config.engine != "eager" and device.type == "cuda")
 
     # ---- where the run stands
@@ -122,7 +127,7 @@ class Trainer:
     def _set_knobs(self) -> None:
         c, p = self.config, self.progress
         warmup = min(c.warmup / c.epochs, 0.5)
-        lr = schedule.learning_rate(p, peak=c.lr, end=c.lr_end, warmup=warmup)
+        lr = schedule.learning_rate((self.step_index + 1) / self.total_steps, peak=c.lr, end=c.lr_end, warmup=warmup)
         tau = schedule.temperature(p, start=c.tau_start, end=c.tau_end, until=c.discrete_at)
         ramp = schedule.budget_ramp(p, target=self.target or 1.0, begin=c.open_until, until=c.ramp_until)
         self.lr, self.tau, self.ramp = lr, tau, ramp
@@ -198,27 +203,44 @@ class Trainer:
         """One update of all particles from one batch."""
         self.particles.begin_step()
         z = self._sample_gates()
-        scores, gate_gradient = self._backward(x, y, z)
+        gate_gradient = self._backward(x, y, z)
         self.particles.collect_gradients()
         with torch.no_grad():
-            if self.gaussian:
-                scores = scores * self.moving
-            else:  # the likelihood is the task loss, so one backward serves both (Section 3)
-                scores = -self.particles.gradients
-                gate_gradient = gate_gradient * (1 + self.config.beta)
-            self._update(scores, z, gate_gradient)
+            if self.gating is not None and self.keep is None:
+                pull = self._prior(z, gate_gradient)
+                self._advance()
+                self._shrink_spike(pull)
+            else:
+                self._advance()
+            self.adam.step()
+            if self.config.slab_bounds is not None:
+                self.log_slab.copy_(priors.clamp_slab(self.log_slab, self.config.slab_bounds))
 
     def _sample_gates(self) -> Tensor:
         """(n, U): relaxed samples while the gates are soft, decided gates for discrete weights, otherwise ones."""
         if self.phase == "soft":
-            noise = torch.rand(self.logits.shape, generator=self.generator, device=self.logits.device,
-                               dtype=self.logits.dtype)  # fmt: skip
-            return gates.sample(self.logits.detach(), self.knobs[1], noise).requires_grad_()
+            shape, device, dtype = self.logits.shape, self.logits.device, self.logits.dtype
+            noise = torch.rand(shape, generator=self.generator, device=device, dtype=dtype)
+            return gates.sample(self.logits, self.knobs[1], noise)
         if self.keep is not None:
             return self.keep.to(self.logits.dtype)
         return torch.ones_like(self.logits)
 
+    def _each(self, work: Callable[[int], T]) -> list[T]:
+        """work(i) for every particle; on CUDA each on a stream of its own, joined at the end."""
+        if not self.streams:
+            return [work(i) for i in range(len(self.particles))]
+        main, results = torch.cuda.current_stream(), []
+        for i, stream in enumerate(self.streams):
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                results.append(work(i))
+        for stream in self.streams:
+            main.wait_stream(stream)
+        return results
+
     def _forward(self, i: int, x: Tensor, z: Tensor) -> Tensor:
+        """(B, ...) inputs and particle i's gates (U,) -> (B, C) outputs."""
         network = self.particles.active[i]
         bf16 = self.config.precision == "bfloat16"
         # cast weights must not be cached: a captured graph would keep the first step's
@@ -230,98 +252,69 @@ class Trainer:
                 outputs = functional_call(network, weights, (x,), tie_weights=False)
         return outputs.float() if bf16 else outputs
 
-    def _forward_all(self, x: Tensor, z: Tensor) -> list[Tensor]:
-        """Outputs of every particle; on CUDA each runs on a stream of its own, and its backward follows it there."""
-        if not self.streams:
-            return [self._forward(i, x, z[i]) for i in range(len(self.particles))]
-        main, outputs = torch.cuda.current_stream(), []
-        for i, stream in enumerate(self.streams):
-            stream.wait_stream(main)
-            with torch.cuda.stream(stream):
-                outputs.append(self._forward(i, x, z[i]))
-        for stream in self.streams:
-            main.wait_stream(stream)
-        return outputs
+    def _backward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        """Fill the gradient matrix, and `scores` with the likelihood's own; returns the gates' gradients (n, U)."""
+        c = self.config
+        leaves = [row.detach().requires_grad_(self.phase == "soft") for row in z]
+        share = c.mean_weight if c.task == "classification" and len(leaves) > 1 else 0.0
+        ready = self._each(lambda i: self._forward(i, x, leaves[i])) if share else []
+        mean = torch.stack([output.detach().softmax(1) for output in ready]).mean(0) if share else None
 
-    def _backward(self, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Fill the gradient matrix with the task loss's; returns likelihood scores (n, P) and gate gradients (n, U)."""
-        task, share = self.config.task, self.config.mean_weight
-        outputs = self._forward_all(x, z)
-        losses = [objective.task_loss(o, y, task) for o in outputs]
-        total = torch.stack(losses)
-        if share and len(outputs) > 1 and task == "classification":
-            mean = torch.stack([o.detach().softmax(1) for o in outputs]).mean(0)
-            total = (1 - share) * total + share * torch.stack([objective.twin_loss(o, mean) for o in outputs])
-        scores, extra = torch.zeros_like(self.particles.gradients), torch.zeros_like(z)
-        if self.gaussian:
-            scores, extra = self._likelihood_scores(outputs, y, z)
-        total.sum().backward()
-        with torch.no_grad():
-            self.statistics[0] += torch.stack(losses)
-            rests = [objective.residuals(o, y, task) for o in outputs]
-            if task == "classification":
-                self.statistics[1] += torch.stack([(o.argmax(1) == y).double().mean() for o in outputs])
-            noise = [objective.noise_gradient(r, d) for r, d in zip(rests, self.log_d, strict=True)]
-            self.log_d.grad.copy_(torch.stack(noise)).mul_(-self.config.beta)  # type: ignore[union-attr]
-            gradient = z.grad if z.grad is not None else torch.zeros_like(z)
-            return scores, gradient - self.config.beta * extra
+        def work(i: int) -> tuple[Tensor, Tensor, Tensor]:
+            output = ready[i] if share else self._forward(i, x, leaves[i])
+            loss = objective.task_loss(output, y, c.task)
+            if self.gaussian:
+                self._likelihood_scores(i, output, y, leaves[i])
+            total = loss if mean is None else (1 - share) * loss + share * objective.twin_loss(output, mean)
+            total.backward()
+            with torch.no_grad():
+                right = (output.argmax(1) == y).double().mean() if c.task == "classification" else loss.new_zeros(())
+                noise = objective.noise_gradient(objective.residuals(output, y, c.task), self.log_d[i])
+            return loss.detach(), right, noise
 
-    def _likelihood_scores(self, outputs: list[Tensor], y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of equation 9 in the parameters (n, P) and the gates (n, U), by a second vector-Jacobian product."""
-        task, particles = self.config.task, self.particles
-        scores, gate_scores = torch.zeros_like(particles.rows), torch.zeros_like(z)
-        for i, (output, log_d) in enumerate(zip(outputs, self.log_d, strict=True)):
-            value = objective.gaussian_log_likelihood(objective.residuals(output, y, task), log_d.detach())
-            named = [(k, p) for k, p in particles.active[i].named_parameters() if p.requires_grad]
-            inputs = [p for _, p in named] + ([z] if z.requires_grad else [])
-            found = torch.autograd.grad(value, inputs, retain_graph=True, allow_unused=True)
-            layout = particles.sliced[i].layout if particles.sliced else particles.layout
-            target = torch.zeros_like(particles.sliced[i].row) if particles.sliced else scores[i]
-            for (name, _), gradient in zip(named, found, strict=False):
-                if gradient is not None:
-                    layout.segments[name].view(target).copy_(gradient)
-            if particles.sliced:
-                scores[i].index_copy_(0, particles.sliced[i].coordinates, target)
-            if z.requires_grad and found[-1] is not None:
-                gate_scores += found[-1]
-        return scores, gate_scores
+        losses, rights, noises = (torch.stack(values) for values in zip(*self._each(work), strict=True))
+        self.statistics[0] += losses
+        self.statistics[1] += rights
+        self.log_d.grad.copy_(noises).mul_(-c.beta)  # type: ignore[union-attr]
+        # with a shared likelihood its gradient is beta times the task's: one backward serves both (Section 3)
+        scale = 1 if self.gaussian else 1 + c.beta
+        return torch.stack([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad * scale for leaf in leaves])
 
-    def _update(self, scores: Tensor, z: Tensor, gate_gradient: Tensor) -> None:
-        """Equation 15 on the matrix, then gates, slab precisions, d and the budget's multiplier."""
-        c, rows, gradient = self.config, self.particles.rows, self.particles.gradients
-        lr, n = self.knobs[0], len(self.particles)
-        pull = None
-        if self.gating is not None and self.keep is None:
-            pull = self._prior(scores, z, gate_gradient)
-        phi = stein.direction(rows, scores, num_data=self.num_data, bandwidth=c.bandwidth, blocks=self.blocks)
-        gradient.sub_(phi, alpha=c.beta).add_(self.decay * rows).mul_(self.moving)
-        self.momentum.mul_(c.momentum).add_(gradient)
-        rows.sub_(lr * gradient.add_(self.momentum, alpha=c.momentum))  # Nesterov
-        if pull is not None and self.gating is not None:
-            at = self.gating.scales.coordinates
-            step = lr * c.beta * self.strength / (n * (1 - c.momentum)) * pull / self.gating.scales.count
-            rows[:, at] = priors.proximal_spike(rows[:, at], step[..., None])
-        self.adam.step()
-        if self.gating is not None and c.slab_bounds is not None:
-            low, high = c.slab_bounds
-            self.log_slab.clamp_(torch.tensor(low).log().item(), torch.tensor(high).log().item())
+    def _likelihood_scores(self, i: int, output: Tensor, y: Tensor, leaf: Tensor) -> None:
+        """Gradients of equation 9 by a vector-Jacobian product of their own: parameters into `scores`, gates into .grad."""
+        rest = objective.residuals(output, y, self.config.task)
+        value = objective.gaussian_log_likelihood(rest, self.log_d[i])
+        named = {k: p for k, p in self.particles.active[i].named_parameters() if p.requires_grad}
+        inputs = [*named.values(), *([leaf] if leaf.requires_grad else [])]
+        found = torch.autograd.grad(value, inputs, retain_graph=True, allow_unused=True)
+        if leaf.requires_grad and found[-1] is not None:
+            leaf.grad = -self.config.beta * found[-1]
+        part = self.particles.sliced[i] if self.particles.sliced else None
+        layout = part.layout if part else self.particles.layout
+        target = torch.zeros_like(part.row) if part else self.scores[i].zero_()
+        for name, gradient in zip(named, found, strict=False):
+            if gradient is not None:
+                layout.segments[name].view(target).copy_(gradient)
+        if part:
+            self.scores[i].zero_().index_copy_(0, part.coordinates, target)
 
-    def _prior(self, scores: Tensor, z: Tensor, gate_gradient: Tensor) -> Tensor:
-        """Add the slab's pull to the scores and set gradients of logits and slabs; returns the spike's pull (n, U)."""
+    def _prior(self, z: Tensor, gate_gradient: Tensor) -> Tensor:
+        """Slab's pull on the weights, gradients of logits and slab precisions; returns the spike's pull (n, U)."""
         c, scales, rows = self.config, self.gating.scales, self.particles.rows  # type: ignore[union-attr]
         value, slab = scales.of(rows), scales.spread(self.log_slab).exp()
-        r = priors.responsibility(value, self.logits, slab, c.epsilon)
+        prior = (value, self.logits, slab, c.epsilon)
+        slab_pull, spike_pull = priors.precision_parts(*prior)  # type: ignore[arg-type]
         at = scales.coordinates
-        scores[:, at] -= (self.strength * r * slab.square() / scales.count)[..., None] * rows[:, at]
-        slab_gradient = scales.module_sums(r * (1 - (slab * value).square()))
+        self.prior_scores[:, at] = (slab_pull * (-self.strength) / scales.count)[..., None] * rows[:, at]
+        slab_gradient = scales.module_sums(priors.log_slab_score(*prior))  # type: ignore[arg-type]
         self.log_slab.grad.copy_(slab_gradient).mul_(-c.beta * self.strength)  # type: ignore[union-attr]
         if self.phase == "soft":
-            theta = self.logits.sigmoid()
-            total = gate_gradient * z * (1 - z) / self.knobs[1] - c.beta * self.strength * (r - theta)
-            self.logits.grad.copy_(total + self._budget())  # type: ignore[union-attr]
+            through_gates = gate_gradient * z * (1 - z) / self.knobs[1]
+            prior_gradient = -c.beta * self.strength * priors.gate_score(*prior)  # type: ignore[arg-type]
+            self.logits.grad.copy_(through_gates + prior_gradient + self._budget())  # type: ignore[union-attr]
             if self.target is not None:
                 self.multiplier.add_(self.gap, alpha=c.dual_step)
-        return (1 - r) * c.epsilon**2  # type: ignore[operator]
+        return spike_pull
 
     def _budget(self) -> Tensor:
         """(n, U): gradient of the budget's energy in the logits; leaves the gap behind for the dual ascent."""
@@ -336,6 +329,27 @@ class Trainer:
                 self.gap.copy_(gap.detach())
             (gradient,) = torch.autograd.grad(energy.sum(), logits)
         return gradient
+
+    def _advance(self) -> None:
+        """Equation 15 on the matrix."""
+        c, rows = self.config, self.particles.rows
+        weights: tuple[Tensor, ...] = ()
+        if len(rows) > 1 and self.gating is not None:
+            weights = stein.pair_weights(rows, num_data=self.num_data, bandwidth=c.bandwidth, blocks=self.blocks)
+        index = self.blocks.index if isinstance(self.blocks, stein.BlockIndex) else None
+        self.update(
+            rows, self.particles.gradients, self.momentum, self.scores if self.gaussian else None,
+            self.prior_scores if self.gating is not None and self.keep is None else None,
+            weights, index, self.decay, self.moving, self.knobs[0],
+            0.0 if self.gating is None else c.beta, c.momentum,
+        )  # fmt: skip
+
+    def _shrink_spike(self, pull: Tensor) -> None:
+        """The spike's pull as a proximal step: stable however narrow the spike is (Section 1, stiffness)."""
+        c, scales, rows = self.config, self.gating.scales, self.particles.rows  # type: ignore[union-attr]
+        rate = c.beta * self.strength / (len(rows) * (1 - c.momentum))
+        step = self.knobs[0] * rate * pull / scales.count
+        rows[:, scales.coordinates] = priors.proximal_spike(rows[:, scales.coordinates], step[..., None])
 
     # ---- looking at it
 
@@ -368,3 +382,23 @@ class Trainer:
             seconds=seconds,
             engine=self.capture.state,
         )
+
+
+def update_rows(
+    rows: Tensor, gradients: Tensor, momentum: Tensor, scores: Tensor | None, prior_scores: Tensor | None,
+    weights: tuple[Tensor, ...], index: Tensor | None, decay: Tensor, moving: Tensor, lr: Tensor,
+    beta: float, inertia: float,
+) -> None:  # fmt: skip
+    """(n, P) matrices -> rows and momentum after theta_i - lr (grad CE_i - beta phi_i), with Nesterov momentum.
+
+    Elementwise throughout, so that one kernel can do it all. `scores` None means that the likelihood is the task loss;
+    `weights` are those of :func:`stein.pair_weights`, empty where a particle is alone.
+    """
+    score = -gradients if scores is None else scores * moving
+    if prior_scores is not None:
+        score = score + prior_scores
+    phi = stein.combine(rows, score, *weights, index) if weights else score / len(rows) if beta else score
+    step = (gradients - beta * phi + decay * rows) * moving
+    velocity = inertia * momentum + step
+    momentum.copy_(velocity)
+    rows.sub_(lr * (step + inertia * velocity))

@@ -243,15 +243,27 @@ class Features(nn.Module):
 
 def flattened() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(96, 10), nn.ReLU(),
+        nn.Conv2d(3, 6, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(96, 10),
+        nn.ReLU(),
         nn.Linear(10, 5),
     )
 
 
 def transposed() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.ConvTranspose2d(8, 6, 2, 2), nn.BatchNorm2d(6), nn.ReLU(),
-        nn.ConvTranspose2d(6, 4, 2, 2, groups=2), nn.Softplus(), nn.Conv2d(4, 3, 1),
+        nn.Conv2d(3, 8, 3, 2, 1),
+        nn.ReLU(),
+        nn.ConvTranspose2d(8, 6, 2, 2),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.ConvTranspose2d(6, 6, 3, groups=6),
+        nn.ConvTranspose2d(6, 4, 2, 2, groups=2),
+        nn.Softplus(),
+        nn.Conv2d(4, 3, 1),
     )
 
 
@@ -274,14 +286,16 @@ FAMILIES: dict[str, Family] = {
     "plain": Family(plain, images, _stem("0", "2"), ("fc",)),
     "softplus": Family(lambda: plain(nn.Softplus), images, _stem("0", "2"), ("fc",)),
     "resnet": Family(
-        resnet, images, _stem("0.0", "2.conv1.0", "3.conv1.0", "4.conv1.0", "4.conv2.0", "5.conv1.0"), ("fc",)
+        resnet, images, _stem("0.0", "2.conv1.0", "3.conv1.0", "4.project.0", "4.conv1.0", "5.conv1.0"), ("fc",)
     ),
     "zero_pad": Family(
-        lambda: resnet((4, 8, 12), 1, "pad"), images, _stem("2.conv1.0", "3.conv1.0", "4.conv1.0"),
-        ("features.0.0", "fc"),
+        lambda: resnet((4, 8, 12), 1, "pad"),
+        images,
+        _stem("2.conv1.0", "3.conv1.0", "4.conv1.0"),
+        ("features.0.0", "features.3.conv2.0", "features.4.conv2.0", "fc"),
     ),
     "dense": Family(Dense, images, ("stem", "conv1", "conv2"), ("fc",)),
-    "branches": Family(Branches, images, ("stem.0", "left.0", "last"), ("fc",)),
+    "branches": Family(Branches, images, ("stem.0", "left.0", "right.0", "last"), ("fc",)),
     "separable": Family(separable, images, _stem("0.0", "4.0"), ("fc",)),
     "grouped": Family(grouped, images, _stem("0.0", "2.0", "4.0"), ("fc",)),
     "squeeze": Family(squeeze, images, _stem("0.0", "2.down", "3.0"), ("fc",)),
@@ -293,13 +307,11 @@ FAMILIES: dict[str, Family] = {
     "transformer": Family(Transformer, lambda: torch.arange(7)[None], ("up",), ("down", "fc")),
     "twice": Family(Twice, images, ("last",), ("stem", "fc")),
     "group_norm": Family(lambda: normed(lambda: nn.GroupNorm(2, 8)), images, _stem("3"), ("features.0", "fc")),
-    "response_norm": Family(
-        lambda: normed(lambda: nn.LocalResponseNorm(3)), images, _stem("3"), ("features.0", "fc")
-    ),
+    "response_norm": Family(lambda: normed(lambda: nn.LocalResponseNorm(3)), images, _stem("3"), ("features.0", "fc")),
     "scaled": Family(Scaled, images, ("inner",), ("conv", "last")),
     "features": Family(Features, images, ("first",), ("second", "last")),
     "flattened": Family(flattened, images, ("0", "4"), ("6",)),
-    "transposed": Family(transposed, images, ("0", "2", "5"), ("7",)),
+    "transposed": Family(transposed, images, ("0", "2", "6"), ("8",)),
 }
 
 REFUSED: dict[str, Callable[[], nn.Module]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests import oracles
 from tests.oracles import TWO_PARTICLE_FIXED_POINT, Gaussian, normal
 
 LENGTHS = (3, 1, 4)
-MODES = {
+MODES: dict[str, tuple[stein.Blocks, tuple[int, ...]]] = {
     "one": (None, (8,)),
     "lengths": (LENGTHS, LENGTHS),
     "prepared": (stein.block_index(LENGTHS), LENGTHS),
@@ -26,7 +27,7 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rule", ["median", "paper", 1.7])
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
-def test_direction_equals_the_naive_double_loop(n: int, rule: str | float, mode: str) -> None:
+def test_direction_equals_the_naive_double_loop(n: int, rule: Literal["median", "paper"] | float, mode: str) -> None:
     x, s = normal(n, 8, seed=n), normal(n, 8, seed=10 + n)
     blocks, lengths = MODES[mode]
     expected = torch.cat(
@@ -82,7 +83,7 @@ def test_num_data_scales_the_textbook_direction() -> None:
 
 @pytest.mark.parametrize("bandwidth", ["median", 3.0])
 @pytest.mark.parametrize("blocks", [None, (2, 4), "coordinate"])
-def test_without_scores_particles_part(bandwidth: str | float, blocks: tuple[int, ...] | str | None) -> None:
+def test_without_scores_particles_part(bandwidth: stein.Bandwidth, blocks: stein.Blocks) -> None:
     x = normal(2, 6)
     phi = stein.direction(x, torch.zeros_like(x), bandwidth=bandwidth, blocks=blocks)
     towards = (x[1] - x[0]) * phi[0]
@@ -110,12 +111,12 @@ def test_the_papers_bandwidth_is_map_over_n_in_high_dimension(dtype: torch.dtype
 
 @settings(deadline=None, max_examples=30)
 @given(st.permutations(range(4)), st.sampled_from(["median", "paper", 0.5]), st.sampled_from(sorted(MODES)))
-def test_direction_is_equivariant_under_permutations(order: list[int], bandwidth: str | float, mode: str) -> None:
+def test_direction_is_equivariant_under_permutations(order: list[int], bandwidth: stein.Bandwidth, mode: str) -> None:
     x, s = normal(4, 8, seed=5), normal(4, 8, seed=6)
-    options = {"num_data": 3, "bandwidth": bandwidth, "blocks": MODES[mode][0]}
-    torch.testing.assert_close(
-        stein.direction(x[order], s[order], **options), stein.direction(x, s, **options)[order], rtol=0, atol=1e-12
-    )
+    blocks = MODES[mode][0]
+    permuted = stein.direction(x[order], s[order], num_data=3, bandwidth=bandwidth, blocks=blocks)
+    original = stein.direction(x, s, num_data=3, bandwidth=bandwidth, blocks=blocks)
+    torch.testing.assert_close(permuted, original[order], rtol=0, atol=1e-12)
 
 
 @settings(deadline=None, max_examples=30)
@@ -130,8 +131,8 @@ def test_median_direction_ignores_translation_and_follows_scale(shift: float, sc
 @pytest.mark.parametrize("dimension", [1, 2])
 def test_fifty_particles_have_the_targets_spread(dimension: int) -> None:
     target = Gaussian(mean=1.5, std=2.0)
-    x = oracles.follow(0.1 * normal(50, dimension), target.score, lr=2.0, steps=600)
-    torch.testing.assert_close(x.mean(0), torch.full((dimension,), 1.5, dtype=x.dtype), rtol=0, atol=0.02)
+    x = oracles.follow(normal(50, dimension), target.score, lr=3.0, steps=60)
+    torch.testing.assert_close(x.mean(0), torch.full((dimension,), 1.5, dtype=x.dtype), rtol=0, atol=0.05)
     torch.testing.assert_close(x.std(0), torch.full((dimension,), 2.0, dtype=x.dtype), rtol=0.1, atol=0)
 
 
@@ -152,7 +153,7 @@ def test_two_particles_have_kernel_one_half_in_every_block() -> None:
 
 @pytest.mark.parametrize("copies", [2, 4])
 @pytest.mark.parametrize("blocks", [None, LENGTHS, "coordinate"])
-def test_coinciding_particles_stay_finite(copies: int, blocks: tuple[int, ...] | str | None) -> None:
+def test_coinciding_particles_stay_finite(copies: int, blocks: stein.Blocks) -> None:
     x = torch.cat([normal(1, 8).repeat(copies, 1), normal(copies // 4, 8, seed=1)]).float()
     s = normal(len(x), 8, seed=2).float()
     phi = stein.direction(x, s, blocks=blocks)
@@ -194,10 +195,10 @@ def test_discrepancy_is_near_zero_for_samples_of_the_target_only() -> None:
     target = Gaussian(mean=0.5, std=1.5)
     x = target.sample(400, 3)
     at_target = float(stein.kernelized_discrepancy(x, target.score(x)))
-    shifted = [float(stein.kernelized_discrepancy(x + d, target.score(x + d))) for d in (0.5, 1.0)]
+    shifted = [float(stein.kernelized_discrepancy(x + d, target.score(x + d))) for d in (1.0, 2.0)]
     collapsed = 0.5 + 0.3 * (x - 0.5)
     narrow = float(stein.kernelized_discrepancy(collapsed, target.score(collapsed)))
-    assert abs(at_target) < 0.02
+    assert abs(at_target) < 0.004
     assert 10 * abs(at_target) < shifted[0] < shifted[1]
     assert narrow > 10 * abs(at_target), "particles that collapse onto the mean must not look right"
 

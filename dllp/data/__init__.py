@@ -72,7 +72,7 @@ def load(
         validation: Number (int) or fraction (float) of training examples to hold out, stratified; 0 holds out none.
         image_size: Side to which images of class folders are resized.
         augment: `crop-flip` or `none` for training images; by default crop-flip for colour images.
-        progress: Called with (bytes so far, bytes in all) during a download; :func:`dllp.data.download.bar` is one.
+        progress: Called with (bytes so far, bytes in all) during a download, to draw a progress bar.
     """
     name = str(name_or_path)
     if image_size is not None and image_size < 1:

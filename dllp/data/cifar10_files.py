@@ -8,7 +8,7 @@ import tarfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -89,8 +89,6 @@ def decode_python(content: bytes, place: str) -> Arrays:
             raise TypeError("no array of pixels")
         if not isinstance(labels, list) or not all(type(label) is int and 0 <= label < 10 for label in labels):
             raise TypeError("no list of labels in 0..9")
-    except DataError:
-        raise
     except Exception as error:  # a damaged pickle can raise almost anything
         raise DataError(f"{place} is no CIFAR-10 batch ({type(error).__name__}: {error}): get it again") from None
     return _checked(pixels.value, np.array(labels, np.int64), place)
@@ -148,7 +146,7 @@ def _dtype(code: Any, *_: Any) -> _Dtype:
 class _Unpickler(pickle.Unpickler):
     """Admits the three names these files hold, each replaced by a stand-in; containers and numbers need none."""
 
-    _ADMITTED: dict[tuple[str, str], Any] = {
+    _ADMITTED: ClassVar[dict[tuple[str, str], Any]] = {
         ("numpy.core.multiarray", "_reconstruct"): _Make(lambda *_: _Array()),
         ("numpy", "ndarray"): None,
         ("numpy", "dtype"): _Make(_dtype),
@@ -156,7 +154,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         if (module_name, global_name) not in self._ADMITTED:
-            raise pickle.UnpicklingError(f"{module_name}.{global_name} has no place in it")
+            raise pickle.UnpicklingError(f"{module_name + '.' + global_name!r} has no place in it")
         return self._ADMITTED[module_name, global_name]
 
 

@@ -18,9 +18,9 @@ def arrays() -> tuple[ArrayData, ArrayData]:
     """
     from sklearn.datasets import load_digits
 
-    bunch = load_digits()
-    x = torch.from_numpy(bunch.images).mul(255 / 16).round().to(torch.uint8)[:, None]
-    y = torch.from_numpy(bunch.target).long()
+    values, target = load_digits(return_X_y=True)
+    x = torch.from_numpy(values).mul(255 / 16).round().to(torch.uint8).view(-1, 1, 8, 8)
+    y = torch.from_numpy(target).long()
     held = torch.zeros(len(y), dtype=torch.bool)
     held[stratified(y, TEST, SPLIT_SEED)] = True
     train = x[~held] / 255

@@ -7,8 +7,7 @@ import os
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -37,7 +36,7 @@ def fetch(url: str, target: Path, checksum: str, limit: int, progress: Progress 
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".download-") as folder:
             part = Path(folder) / target.name
-            with urllib.request.urlopen(url, timeout=30) as source, part.open("wb") as sink:
+            with urllib.request.urlopen(url, timeout=30) as source, part.open("wb") as sink:  # noqa: S310 - our own URLs
                 size = int(source.headers["Content-Length"]) if source.headers.get("Content-Length") else None
                 _copy(source, sink, size, limit, progress)
             verify(part, checksum, url)
@@ -59,18 +58,3 @@ def _copy(source: IO[bytes], sink: IO[bytes], size: int | None, limit: int, prog
         sink.write(block)
         if progress is not None:
             progress(done, size)
-
-
-@contextmanager
-def bar() -> Iterator[Progress]:
-    """A progress bar on the terminal by rich, for `progress`; it shows nothing until bytes arrive."""
-    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    with Bar("downloading", BarColumn(), DownloadColumn(), TimeRemainingColumn()) as shown:
-
-        def report(done: int, size: int | None) -> None:
-            task = shown.task_ids[0] if shown.task_ids else shown.add_task("")
-            shown.update(task, completed=done, total=size)
-
-        yield report

@@ -77,14 +77,10 @@ def _files(folder: Path) -> dict[str, list[Path]]:
 
 
 def _decode(paths: list[Path], size: tuple[int, int] | None, resize: bool) -> tuple[torch.Tensor, tuple[int, int]]:
-    pixels: np.ndarray | None = None
+    size = size or _open(paths[0]).size
+    pixels = np.empty((len(paths), 3, size[1], size[0]), np.uint8)
     for i, path in enumerate(paths):
-        try:
-            with Image.open(path) as file:
-                image = file.convert("RGB")
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise DataError(f"cannot read the image {path} ({error}): replace or remove it") from None
-        size = size or image.size
+        image = _open(path)
         if image.size != size:
             if not resize:
                 raise DataError(
@@ -92,8 +88,13 @@ def _decode(paths: list[Path], size: tuple[int, int] | None, resize: bool) -> tu
                     "give image_size to resize them all"
                 )
             image = image.resize(size, Image.Resampling.BILINEAR)
-        if pixels is None:
-            pixels = np.empty((len(paths), 3, size[1], size[0]), np.uint8)
         pixels[i] = np.asarray(image).transpose(2, 0, 1)
-    assert pixels is not None and size is not None
     return torch.from_numpy(pixels), size
+
+
+def _open(path: Path) -> Image.Image:
+    try:
+        with Image.open(path) as file:
+            return file.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(f"cannot read the image {path} ({error}): replace or remove it") from None

@@ -28,7 +28,8 @@ class LoaderBatches:
 
     PyTorch's random numbers that the loader draws (shuffling, transforms, worker seeds) depend only on (seed, epoch)
     and leave the global generator alone; a generator that belongs to the loader or its sampler is seeded anew for
-    every epoch. Inputs and float targets become float32, except that the loader's own batch shapes are kept.
+    every epoch. Transforms that draw from Python's or numpy's generators are not covered. Inputs and float targets
+    become float32; the last batch may be smaller unless the loader drops it.
     """
 
     def __init__(

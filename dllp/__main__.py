@@ -1,0 +1,8 @@
+"""`python -m dllp` is the command line."""
+
+import sys
+
+from dllp.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""Options and settings files: every name and type checked, every mistake one line in the user's words."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import typing
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ActionYesNo, ArgumentParser, DefaultHelpFormatter
+
+from dllp import zoo
+from dllp.config import Config
+from dllp.errors import ConfigError
+from dllp.task import Task
+from dllp.version import __version__
+
+OUT = "runs/last"
+MAIN = ("keep_flops", "keep_params", "granularity", "particles", "epochs", "batch_size", "seed", "init", "device")
+"""Fields of Config that help shows first."""
+SUITED = ("epochs", "batch_size", "init", "task")
+"""Fields of Config whose default depends on data and network."""
+TASK = tuple(field.name for field in fields(Task))
+
+ABOUT = "Neural networks made small by Bayesian pruning, with a posterior that says how far to trust what is left."
+PRUNE_EXAMPLES = f"""networks by name: {", ".join(zoo.names())}
+
+examples:
+  dllp prune --data digits --model small_cnn --keep-flops 0.2 --out runs/demo
+      two small networks on embedded data, each at a fifth of the original's cost
+  dllp prune --data cifar10 --model resnet56 --keep-flops 0.45 --lr 0.4 --precision bfloat16 --out runs/resnet56
+  dllp prune --data photos --model my_package.nets:trained --keep-params 0.3 --epochs 30 --out runs/mine
+      images in photos/train/<class>/ and photos/test/<class>/, a trained network from your own function
+  dllp prune --config runs/demo/config.yaml --out runs/again
+      the same run once more; options beside --config win over the file
+
+defaults (*): digits has 30 epochs; fewer than 10,000 training examples are taken in batches of 64; floating-point
+targets make a regression; a network by name starts fresh, one of your own as it is given. `--preset paper` brings
+its own epochs, batch size and start. Names may be written with dashes or underscores, here and in files."""
+EVALUATE_EXAMPLES = """examples:
+  dllp evaluate runs/demo
+  dllp evaluate runs/demo --corrupt gaussian-blur:1,2,3 sharpen noise:0.1 --json robustness.json
+  dllp evaluate runs/mine --model my_package.nets:trained --data other_photos --subset 0.2"""
+
+
+def parse(words: Iterable[str]) -> tuple[str, dict[str, Any]]:
+    """The command, and what the user gave for it; nothing that was not given."""
+    parser = _parser(
+        "prune, evaluate", ABOUT, "`dllp COMMAND --help` explains a command and shows examples.", prog="dllp"
+    )
+    commands = parser.add_subcommands(dest="command", metavar="COMMAND", title="commands")
+    commands.add_subcommand("prune", _prune(), help="train and prune a network in one run")
+    commands.add_subcommand("evaluate", _evaluate(), help="measure the networks of a run folder")
+    try:
+        given = parser.parse_args([_dashed(word) for word in words], defaults=False)
+    except argparse.ArgumentError as error:
+        raise ConfigError(_plain(str(error))) from None
+    return given["command"], vars(given[given["command"]])
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A settings file such as a run folder's config.yaml: fields of Task and Config by name."""
+    try:
+        values = yaml.safe_load(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{path} is not plain YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no settings: lines such as `epochs: 60` are needed")
+    named = {str(name).replace("-", "_"): value for name, value in values.items()}
+    known = (*TASK, *(field.name for field in fields(Config)))
+    for name in named:
+        if name not in known:
+            raise ConfigError(f"{path}: unknown name {name!r}{_near(name, known)}")
+    try:
+        return vars(_prune().parse_object(named, defaults=False))
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{path}: {_plain(str(error))}") from None
+
+
+def write(task: dict[str, Any], config: Config) -> bytes:
+    """The text of a settings file that makes the same run again."""
+    return yaml.safe_dump(task | config.as_dict(), sort_keys=False).encode()
+
+
+# ---- the parsers
+
+
+class _Help(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Examples keep their lines; types are left to the examples, and defaults stand where there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        silent = any(action.default is value for value in (None, False, argparse.SUPPRESS)) or text.endswith("*)")
+        return text if silent else text + " (default: %(default)s)"
+
+
+def _parser(command: str, description: str, epilog: str, **options: Any) -> ArgumentParser:
+    options = {"version": __version__, **options} if "prog" in options else options
+    return ArgumentParser(
+        usage=f"dllp {command} [options]", description=description, epilog=epilog, formatter_class=_Help,
+        exit_on_error=False, allow_abbrev=False, **options,
+    )  # fmt: skip
+
+
+def _prune() -> ArgumentParser:
+    parser = _parser("prune", "Train and prune a network in one run, and write it into a folder.", PRUNE_EXAMPLES)
+    _add_fields(parser.add_argument_group("data and network"), Task, TASK)
+    group = parser.add_argument_group("run folder and output")
+    group.add_argument("--out", type=str, default=OUT, metavar="DIR", help="Folder of the run.")
+    group.add_argument("--overwrite", action="store_true", help="Replace the run that the folder holds.")
+    group.add_argument("--config", type=str, metavar="FILE", help="YAML settings, such as a run folder's config.yaml.")
+    group.add_argument("--quiet", action="store_true", help="Print nothing but errors.")
+    _add_fields(parser.add_argument_group("what to keep, and how long to train"), Config, MAIN)
+    rest = [field.name for field in fields(Config) if field.name not in MAIN]
+    _add_fields(parser.add_argument_group("recipe"), Config, rest)
+    return parser
+
+
+def _evaluate() -> ArgumentParser:
+    about = "Measure the networks of a run folder, by default on the run's own test data."
+    parser = _parser("evaluate DIR", about, EVALUATE_EXAMPLES)
+    parser.add_argument("folder", type=str, metavar="DIR", help="Folder of a finished run.")
+    _add_fields(parser, Task, ("data", "model", "data_root", "image_size"), default=None)
+    parser.add_argument("--trust-imports", action="store_true", help="Import the network that the run's settings name.")
+    text = "gaussian-blur:RADIUS,..., sharpen, noise:SIGMA,... (in units of 0..1)."
+    parser.add_argument("--corrupt", type=str, nargs="+", metavar="KIND", help=text)
+    parser.add_argument("--subset", type=float, metavar="NUMBER", help="Fraction of the examples to use.")
+    parser.add_argument("--device", type=str, default="auto", metavar="TEXT", help="auto, cpu, cuda or cuda:K.")
+    parser.add_argument("--json", type=str, metavar="FILE", help="File for the table with every metric.")
+    return parser
+
+
+def _add_fields(group: Any, cls: type, names: Sequence[str], **override: Any) -> None:
+    """An option for each named field of a dataclass, explained by its docstring."""
+    types, texts = typing.get_type_hints(cls), _texts(cls)
+    for field in fields(cls):
+        if field.name not in names:
+            continue
+        text = texts[field.name] + (" (default: *)" if field.name in SUITED else "")
+        options = {"default": field.default, "help": text, **override}
+        flag, kind = "--" + field.name.replace("_", "-"), types[field.name]
+        if kind is bool:
+            group.add_argument(flag, action=ActionYesNo(no_prefix="no-"), **options)
+        else:
+            group.add_argument(flag, type=kind, metavar=_metavar(kind), **options)
+
+
+def _metavar(kind: Any) -> str:
+    """Choices as they are typed, and what kind of value anything else is."""
+    words = {int: "N", float: "NUMBER", str: "TEXT", tuple[float, float]: "[LOW,HIGH]", type(None): ""}
+    if isinstance(kind, str):
+        return kind
+    return words[kind] if kind in words else "|".join(filter(None, map(_metavar, typing.get_args(kind))))
+
+
+def _texts(cls: type) -> dict[str, str]:
+    """Field name -> its text in the docstring's Args; a field explained beside another one points there."""
+    entries = re.findall(r"^ {8}([\w, ]+): (.*(?:\n {12}.*)*)", cls.__doc__ or "", re.MULTILINE)
+    own = {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}
+    for field in fields(cls):
+        if field.name not in own:
+            owner = next((name for name, text in own.items() if f"`{field.name}`" in text), "")
+            own[field.name] = f"See --{owner.replace('_', '-')}."
+    return own
+
+
+def _dashed(word: str) -> str:
+    """--keep_flops=0.5 -> --keep-flops=0.5."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+
+
+# ---- one line for every mistake
+
+_KINDS = {"<class 'int'>": "a whole number", "<class 'float'>": "a number", "<class 'str'>": "text"}
+
+
+def _plain(message: str) -> str:
+    """A parser's message as one line in the user's words."""
+    unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+    if unknown:
+        options = [flag for parser in (_prune(), _evaluate()) for flag in parser._option_string_actions]
+        return f"unknown option {unknown[1]}{_near(unknown[1], options)}"
+    key = re.match(r'Parser key "(\w+)":', message)
+    if not key:
+        return message.replace("evaluate.folder", "the run folder")
+    kinds: list[str] = re.findall(r"Expected an? (typing\.Literal\[.*?\]|<class '\w+'>)", message)
+    words = [_KINDS.get(kind) or kind.removeprefix("typing.Literal").strip("[]").replace("'", "") for kind in kinds]
+    wanted = [word for word in words if not word.startswith("<")]
+    value = re.search(r"(?:Got|Given) value: (.*)\Z", message)
+    return f"{key[1]} = {value[1] if value else '?'}: expected {' or '.join(dict.fromkeys(wanted))}"
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f": did you mean {near[0]}?" if near else ": see dllp prune --help"

@@ -1,0 +1,209 @@
+"""What a command works on: the data, the network, the configuration that suits both, and the run folder."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from dllp import artifacts, zoo
+from dllp.api import Result
+from dllp.config import Config
+from dllp.data import ArrayData, Dataset, stratified
+from dllp.data import load as load_data
+from dllp.data.download import Progress
+from dllp.errors import ArtifactError, ConfigError, DataError
+from dllp.evaluate import DENSE
+
+SETTINGS, LOG, DENSE_FILE, EVALUATION = "config.yaml", "log.jsonl", "dense.safetensors", "evaluation.json"
+SMALL = 10_000
+"""Training sets with fewer examples get batches of 64."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """The part of a run's settings that is not :class:`dllp.Config`.
+
+    Args:
+        data: `digits` (embedded), `cifar10`, or a folder: train/<class>/*.png and test/<class>/*.png, or
+            train_x.npy, train_y.npy, test_x.npy and test_y.npy.
+        model: A network's name, or package.module:factory, called without arguments.
+        preset: `default`, or the `paper`'s own setting; single options still win.
+        data_root: Folder in which `cifar10` is looked for.
+        image_size: Side to which images of class folders are resized.
+        augment: Augmentation of training images; by default crop-flip for colour images.
+        validation: Fraction or number of training examples to hold out, and to evaluate on instead of the test set.
+        dense: Compare with the dense network: the given one, or one trained by the same recipe where init is fresh.
+    """
+
+    data: str = "digits"
+    model: str = "small_cnn"
+    preset: Literal["default", "paper"] = "default"
+    data_root: str | None = None
+    image_size: int | None = None
+    augment: Literal["none", "crop-flip"] | None = None
+    validation: int | float = 0
+    dense: bool = True
+
+    @property
+    def split(self) -> str:
+        """Name of the part that the run is evaluated on."""
+        return "validation" if self.validation else "test"
+
+    @property
+    def is_code(self) -> bool:
+        """Whether the network comes from an import."""
+        return ":" in self.model
+
+    def load(self, seed: int, progress: Progress | None = None) -> Dataset:
+        """The data set, with the held-out part in place of the test split where one is asked for."""
+        options: dict[str, Any] = dict(image_size=self.image_size, augment=self.augment, validation=self.validation)
+        data = load_data(self.data, root=self.data_root, seed=seed, progress=progress, **options)
+        return replace(data, test=data.validation) if self.validation and data.validation is not None else data
+
+    def config(self, values: Mapping[str, Any], data: Dataset | None = None) -> Config:
+        """Defaults, what suits the data, the preset, what the user gave: the later wins."""
+        suited: dict[str, Any] = {}
+        if data is not None and not data.train.is_classification:
+            suited["task"] = "regression"
+        if self.preset == "paper":
+            return Config.paper(**(suited | dict(values)))
+        if not self.is_code:
+            suited["init"] = "fresh"  # a network by name has no weights worth starting from
+        if self.data == "digits":
+            suited["epochs"] = 30
+        if data is not None and len(data.train) < SMALL:
+            suited["batch_size"] = 64
+        return Config(**(suited | dict(values)))
+
+    def network(self, num_classes: int, in_channels: int, image_size: int, seed: int) -> nn.Module:
+        """The network, its random weights fixed by the seed."""
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            if self.is_code:
+                return imported(self.model)
+            return zoo.build(self.model, num_classes, in_channels, image_size=image_size)
+
+
+def imported(path: str) -> nn.Module:
+    """What `package.module:factory` returns; the current folder is importable."""
+    module_name, _, factory_name = path.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        factory = getattr(importlib.import_module(module_name), factory_name)
+        model = factory()
+    except Exception as error:  # whatever the user's code raises is the user's to repair, and one line says what
+        reason = (str(error).splitlines() or [""])[0]
+        raise ConfigError(f"model {path!r} cannot be made ({type(error).__name__}: {reason})") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model {path!r} gives a {type(model).__name__}: it must return a torch.nn.Module")
+    return model
+
+
+def describe(data: Dataset) -> dict[str, Any]:
+    """What a later evaluation must know about the training data, ready for JSON."""
+    return {
+        "num_classes": data.num_classes,
+        "in_channels": data.in_channels,
+        "image_size": data.image_size,
+        "shape": list(data.train.x.shape[1:]),
+        "classes": list(data.classes),
+        "mean": data.train.mean and list(data.train.mean),
+        "std": data.train.std and list(data.train.std),
+    }
+
+
+def as_trained(data: Dataset, known: Mapping[str, Any]) -> ArrayData:
+    """The test split of other data as the run's networks expect it: same shape and classes, their normalisation."""
+    shape, classes = known.get("shape"), known.get("classes")
+    if shape is not None and list(data.test.x.shape[1:]) != shape:
+        found = tuple(data.test.x.shape[1:])
+        raise DataError(f"{data.name} has inputs of shape {found}, but the run was trained on {tuple(shape)}")
+    if classes is not None and list(data.classes) != classes:
+        raise DataError(
+            f"{data.name} has other classes ({', '.join(data.classes[:4])}, ...) than the run "
+            f"({', '.join(classes[:4])}, ...): the labels would not mean the same"
+        )
+    mean, std = known.get("mean"), known.get("std")
+    return data.test if mean is None or std is None else replace(data.test, mean=tuple(mean), std=tuple(std))
+
+
+def subset(data: ArrayData, fraction: float, seed: int) -> ArrayData:
+    """A random fraction of the examples, each class in proportion."""
+    count = round(fraction * len(data)) if 0 < fraction <= 1 else 0
+    if not count:
+        raise DataError(f"a subset of {fraction} of {len(data)} examples is empty: give a larger fraction, up to 1")
+    return data.subset(stratified(data.y.cpu(), count, seed))
+
+
+def disk(folder: Path, result: Result) -> dict[str, int]:
+    """Bytes of every network of a run folder, by the name of its row."""
+    sizes = {f"particle {i + 1}": artifacts.network_bytes(folder, i) for i in range(len(result.slabs))}
+    if (folder / DENSE_FILE).exists():
+        sizes[DENSE] = (folder / DENSE_FILE).stat().st_size
+    return sizes
+
+
+def check_free(folder: Path, overwrite: bool) -> None:
+    """Raise unless a run may be written there; only a run folder or an empty one is ever replaced."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ArtifactError(f"{folder} is a file: give a folder for the run")
+    if (folder / artifacts.RUN).exists():
+        if not overwrite:
+            raise ArtifactError(f"{folder} already holds a run: choose another folder, or replace it with --overwrite")
+    elif any(folder.iterdir()):
+        raise ArtifactError(f"{folder} holds other files: choose another folder for the run")
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
+    """A temporary folder beside `folder` that takes its place when the block ends well, and is gone otherwise."""
+    check_free(folder, overwrite)
+    folder = folder.absolute()
+    made = [parent for parent in folder.parents if not parent.exists()]
+    replaced: Path | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise ArtifactError(f"cannot write to {folder.parent}: {error.strerror}") from None
+    try:
+        temporary.chmod(0o777 & ~_umask())  # mkdtemp makes it private
+        yield temporary
+        check_free(folder, overwrite)
+        if folder.exists():
+            replaced = temporary.with_name(temporary.name + "-old")
+            os.rename(folder, replaced)
+        os.rename(temporary, folder)
+    except BaseException as error:
+        if replaced is not None and replaced.exists() and not folder.exists():
+            os.rename(replaced, folder)
+        shutil.rmtree(temporary, ignore_errors=True)
+        for parent in made:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        if isinstance(error, OSError):
+            raise ArtifactError(f"cannot write {folder}: {error.strerror}; free some space or choose another") from None
+        raise
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

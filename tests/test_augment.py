@@ -1,0 +1,92 @@
+"""Crop and flip against a plain padded reference, and the order of batches."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from dllp.data.arrays import ArrayData, Batches, generator
+from dllp.data.augment import PADDING, crop_flip, draw, flips
+
+
+@given(st.integers(5, 9), st.integers(5, 12), st.integers(0, 2**31))
+def test_crop_flip_equals_padding_and_slicing(height, width, seed):
+    rng = torch.Generator().manual_seed(seed)
+    images = torch.randint(256, (6, 3, height, width), generator=rng).to(torch.uint8)
+    index = torch.tensor([4, 0, 0, 5])
+    offset = draw(4, rng)
+    flip = torch.tensor([True, False, True, False])
+    padded = F.pad(images.float(), (PADDING,) * 4, mode="reflect").to(torch.uint8)
+    for row, out in enumerate(crop_flip(images, index, offset, flip)):
+        top, left = (int(v) + PADDING for v in offset[row])
+        expected = padded[index[row], :, top : top + height, left : left + width]
+        assert torch.equal(out, expected.flip(2) if flip[row] else expected)
+
+
+def test_offsets_cover_the_range_and_flips_alternate():
+    offset = draw(5000, generator(0))
+    assert set(offset.flatten().tolist()) == set(range(-PADDING, PADDING + 1))
+    phase = torch.randint(2, (1000,), generator=generator(1))
+    assert torch.equal(flips(phase, 0), ~flips(phase, 1))
+    assert torch.equal(flips(phase, 0), flips(phase, 2))
+    assert 400 < int(flips(phase, 0).sum()) < 600
+
+
+def images(count: int = 50, augment: str = "crop-flip") -> ArrayData:
+    x = torch.randint(256, (count, 3, 8, 8), generator=generator(2)).to(torch.uint8)
+    return ArrayData(x, torch.arange(count), (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), augment)  # pyright: ignore
+
+
+def test_batches_depend_on_seed_and_epoch_alone():
+    one, two = Batches(images(), 16, 7), Batches(images(), 16, 7)
+    list(two.epoch(0))
+    torch.rand(3)
+    for (x, y), (u, v) in zip(one.epoch(1), two.epoch(1), strict=True):
+        assert torch.equal(x, u) and torch.equal(y, v)
+    assert not torch.equal(next(one.epoch(1))[1], next(one.epoch(2))[1])
+    assert not torch.equal(next(one.epoch(1))[1], next(Batches(images(), 16, 8).epoch(1))[1])
+
+
+def test_batches_resume_at_any_step(monkeypatch):
+    batches = Batches(images(), 8, 0)
+    full = list(batches.epoch(3))
+    assert len(full) == batches.steps == 6
+    for chunk in (1, 3 * 8 * 8 * 8 * 2, 2**25):
+        monkeypatch.setattr("dllp.data.arrays.CHUNK_ELEMENTS", chunk)
+        for start in (0, 1, 4, 6):
+            rest = list(batches.epoch(3, start))
+            assert len(rest) == 6 - start
+            for (x, y), (u, v) in zip(full[start:], rest, strict=True):
+                assert torch.equal(x, u) and torch.equal(y, v)
+
+
+def test_an_epoch_holds_every_example_once_but_the_rest():
+    batches = Batches(images(50), 16, 0)
+    labels = torch.cat([y for _, y in batches.epoch(0)])
+    assert batches.steps == 3 and len(labels) == len(labels.unique()) == 48
+    assert {tuple(x.shape) for x, _ in batches.epoch(0)} == {(16, 3, 8, 8)}
+
+
+def test_batch_size_is_capped():
+    batches = Batches(images(5), 512, 0)
+    assert batches.steps == 1 and batches.batch_size == 5
+    assert next(batches.epoch(0))[0].shape[0] == 5
+
+
+def test_without_augmentation_batches_equal_evaluation_inputs():
+    data = images(augment="none")
+    for x, y in Batches(data, 16, 0).epoch(0):
+        assert torch.equal(x, data.inputs(y))
+    channels_last = next(Batches(data, 16, 0, channels_last=True).epoch(0))[0]
+    assert channels_last.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(channels_last, next(Batches(data, 16, 0).epoch(0))[0])
+
+
+def test_inputs_are_normalised():
+    data = images()
+    expected = (data.x[:2] / 255 - torch.tensor(data.mean).view(3, 1, 1)) / torch.tensor(data.std).view(3, 1, 1)
+    torch.testing.assert_close(data.inputs(slice(0, 2)), expected)
+    plain = ArrayData(data.x, data.y)
+    torch.testing.assert_close(plain.inputs(slice(0, 2)), data.x[:2] / 255)
+    table = ArrayData(torch.ones(3, 2), torch.zeros(3, 1), (1.0, 0.0), (1.0, 2.0))
+    assert torch.equal(table.inputs(slice(0, 1)), torch.tensor([[0.0, 0.5]]))

@@ -1,0 +1,281 @@
+"""Groups, costs and the choice of units."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import networks
+import pytest
+import torch
+from test_slicing import random_keep
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from dllp.errors import StructureError
+from dllp.slicing import cut, recipe
+from dllp.structure import Structure, discover, select
+
+
+def macs(model: nn.Module, example: Tensor) -> float:
+    with FlopCounterMode(display=False) as counter:
+        copy.deepcopy(model).eval()(example[:1])
+    return counter.get_total_flops() / 2
+
+
+def wide() -> nn.Module:
+    return networks.resnet((16, 32, 64), 3)
+
+
+@pytest.fixture(scope="module")
+def structure() -> Structure:
+    return discover(wide(), networks.images())
+
+
+@pytest.mark.parametrize("name", networks.FAMILIES)
+def test_groups_and_reasons(name: str) -> None:
+    family = networks.FAMILIES[name]
+    found = discover(family.build(), family.example())
+    assert tuple(group.name for group in found.groups) == family.pruned
+    assert tuple(found.whole) == family.whole
+    assert all(found.whole.values())
+    assert found.offsets[-1] == found.units == len(found.channels_per_unit)
+
+
+@pytest.mark.parametrize("name", networks.FAMILIES)
+def test_costs_are_exact(name: str) -> None:
+    family = networks.FAMILIES[name]
+    model, example = family.build(), family.example()
+    found = discover(model, example)
+    assert found.flops.dense == pytest.approx(macs(model, example), rel=1e-12)
+    assert found.params.dense == sum(p.numel() for p in model.parameters())
+    for seed in range(3):
+        keep = random_keep(found.groups, seed)
+        small = cut(model, recipe(model, found.groups, keep))
+        assert found.flops.expected(keep.double()).item() == pytest.approx(macs(small, example), rel=1e-12)
+        count = sum(p.numel() for p in small.parameters())
+        assert found.params.expected(keep.double()).item() == pytest.approx(count, rel=1e-12)
+
+
+class Stream(nn.Module):
+    """The same gates stand on both sides of `inner`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.inner, self.last = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 4, 1)
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        return self.fc(self.last(F.relu(x + self.inner(x))).mean((2, 3)))
+
+
+def test_expectation_by_enumeration() -> None:
+    found = discover(Stream(), networks.images())
+    assert [group.units for group in found.groups] == [3, 4]
+    theta = torch.rand(7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    states = torch.tensor(list(itertools.product([0.0, 1.0], repeat=7)), dtype=torch.float64)
+    weights = (states * theta + (1 - states) * (1 - theta)).prod(1)
+    for cost in (found.flops, found.params):
+        assert cost.expected(theta).item() == pytest.approx((weights @ cost.expected(states)).item(), rel=1e-12)
+
+
+def test_cost_gradient_and_float32(structure: Structure) -> None:
+    theta = torch.full((2, structure.units), 0.5, requires_grad=True)
+    value = structure.flops.to("cpu", torch.float32).expected(theta)
+    assert value.shape == (2,) and value.dtype == torch.float32
+    value.sum().backward()
+    assert theta.grad is not None and bool((theta.grad > 0).all())
+    exact = structure.flops.expected(theta.detach())
+    torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=0.0)
+
+
+def test_layers(structure: Structure) -> None:
+    assert structure.flops.dense == sum(layer.macs for layer in structure.layers)
+    modules = dict(wide().named_modules())
+    names = {n for n, m in modules.items() if isinstance(m, (nn.Conv2d, nn.Linear))}
+    assert {layer.name for layer in structure.layers} == names
+    assert all(layer.weights == modules[layer.name].weight.numel() for layer in structure.layers)
+
+
+@pytest.mark.parametrize("name", ["resnet", "sequence", "transformer", "zero_pad"])
+def test_the_model_is_untouched(name: str) -> None:
+    family = networks.FAMILIES[name]
+    model, example = family.build().train(), family.example()
+    next(model.children()).eval()
+    first = next(model.parameters())
+    first.requires_grad_(False)
+    last = list(model.parameters())[-1]
+    last.grad = torch.ones_like(last)
+    next(model.children()).register_forward_hook(lambda *_: None)
+    before = copy.deepcopy(model.state_dict())
+    modes = [m.training for m in model.modules()]
+    hooks = [list(m._forward_hooks) for m in model.modules()]
+    grads = [p.requires_grad for p in model.parameters()]
+    pointers = [p.data_ptr() for p in model.parameters()]
+    random = torch.get_rng_state()
+    discover(model, example)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    assert [m.training for m in model.modules()] == modes
+    assert [list(m._forward_hooks) for m in model.modules()] == hooks
+    assert [p.requires_grad for p in model.parameters()] == grads
+    assert [p.data_ptr() for p in model.parameters()] == pointers
+    assert torch.equal(last.grad, torch.ones_like(last))
+    assert not example.requires_grad
+
+
+@pytest.mark.parametrize("name", networks.REFUSED)
+def test_refusals_name_the_layer_and_the_way_out(name: str) -> None:
+    model = networks.REFUSED[name]()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(StructureError, match=r"'features\.0'.*filter_fn") as caught:
+        discover(model, networks.images())
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    found = discover(model, networks.images(), filter_fn=lambda module, name: name != "features.0")
+    assert [group.name for group in found.groups] == ["features.2"]
+
+
+def test_filter_keeps_the_whole_group() -> None:
+    model = networks.resnet()
+    asked: list[str] = []
+
+    def allowed(module: nn.Module, name: str) -> bool:
+        assert module is model.get_submodule(name)
+        asked.append(name)
+        return name != "features.3.conv2.0"
+
+    found = discover(model, networks.images(), filter_fn=allowed)
+    assert "features.3.conv2.0" in found.whole["features.0.0"]
+    assert "features.0.0" not in [group.name for group in found.groups] and "fc" in asked
+
+
+def test_frozen_networks_are_pruned_alike() -> None:
+    model = networks.resnet().requires_grad_(False)
+    with torch.no_grad():
+        assert len(discover(model, networks.images()).groups) == 6
+
+
+def test_nothing_to_prune() -> None:
+    found = discover(nn.Sequential(nn.Flatten(), nn.Linear(192, 5)), networks.images())
+    assert found.groups == () and found.units == 0 and list(found.whole) == ["1"]
+    assert found.flops.expected(torch.zeros(0)).item() == found.flops.dense == 960
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 7), nn.Linear(7, 2)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(torch.tanh(self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))))
+
+
+def test_shared_and_computed_weights_stay_whole() -> None:
+    found = discover(Tied(), torch.randn(2, 6))
+    assert [group.name for group in found.groups] == ["c"] and "share" in found.whole["a"]
+    model = networks.mlp()
+    torch.nn.utils.parametrizations.weight_norm(model[2])
+    found = discover(model, torch.randn(2, 6))
+    assert found.groups == () and "computed" in found.whole["0"]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.conv, self.cell, self.fc = nn.Conv1d(3, 8, 3), kind(8, 6, batch_first=True), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.cell(torch.relu(self.conv(x)).transpose(1, 2))[0][:, -1])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_cells_stay_whole(kind: type[nn.RNNBase]) -> None:
+    found = discover(Recurrent(kind), torch.randn(2, 3, 9))
+    assert found.groups == () and list(found.whole) == ["conv", "fc"]
+
+
+def test_networks_that_cannot_be_checked_are_refused() -> None:
+    class Casts(Stream):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.float())
+
+    class NoGrad(Stream):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                return super().forward(x)
+
+    with pytest.raises(StructureError, match="float64"):
+        discover(Casts(), networks.images())
+    with pytest.raises(StructureError, match="switches gradients off"):
+        discover(NoGrad(), networks.images())
+
+
+def test_unusable_examples() -> None:
+    with pytest.raises(StructureError, match=r"cannot take inputs of shape \(1, 4, 8, 8\)") as caught:
+        discover(networks.chain(), torch.randn(1, 4, 8, 8))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(StructureError, match="example"):
+        discover(networks.chain(), torch.zeros(0, 3, 8, 8))
+    with pytest.raises(StructureError, match="lazy"):
+        discover(nn.Sequential(nn.LazyLinear(3)), torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize("cost", ["flops", "params"])
+@pytest.mark.parametrize("keep", [0.2, 0.45, 0.7, 0.95, 1.0])
+def test_select_meets_the_budget(structure: Structure, cost: str, keep: float) -> None:
+    for seed in range(3):
+        logits = torch.randn(structure.units, generator=torch.Generator().manual_seed(seed))
+        kept = select(structure, logits, cost=getattr(structure, cost), keep=keep)
+        share = getattr(structure, cost).expected(kept.double()).item() / getattr(structure, cost).dense
+        assert keep - 0.005 <= share <= keep + 1e-9
+        for part in structure.slices:
+            assert kept[part].any()
+            gone = logits[part][~kept[part]]
+            assert not len(gone) or logits[part][kept[part]].min() >= gone.max()
+
+
+def test_select_without_a_budget(structure: Structure) -> None:
+    logits = torch.randn(structure.units, generator=torch.Generator().manual_seed(0))
+    logits[structure.slices[0]] = torch.linspace(-3, -1, structure.groups[0].units)
+    kept = select(structure, logits, cost=structure.flops, keep=None)
+    assert int(kept[structure.slices[0]].sum()) == 1 and bool(kept[structure.slices[0]][-1])
+    rest = structure.slices[0].stop
+    assert torch.equal(kept[rest:], logits[rest:] > 0)
+
+
+def test_select_keeps_more_for_more(structure: Structure) -> None:
+    logits = torch.randn(structure.units, generator=torch.Generator().manual_seed(1))
+    shares = [
+        structure.flops.expected(select(structure, logits, cost=structure.flops, keep=k / 10).double()).item()
+        for k in range(2, 11)
+    ]
+    assert shares == sorted(shares) and shares[-1] == structure.flops.dense
+
+
+@pytest.mark.parametrize("keep", [None, 0.3, 0.6])
+def test_select_in_round_numbers(structure: Structure, keep: float | None) -> None:
+    logits = torch.randn(structure.units, generator=torch.Generator().manual_seed(2))
+    kept = select(structure, logits, cost=structure.flops, keep=keep, round_to=8)
+    counts = [int(kept[part].sum()) for part in structure.slices]
+    assert all(count and count % 8 == 0 for count in counts)
+    if keep is not None:
+        assert structure.flops.expected(kept.double()).item() <= keep * structure.flops.dense
+
+
+def test_select_rounds_channels_not_units() -> None:
+    model = networks.grouped()
+    found = discover(model, networks.images())
+    assert found.channels_per_unit.tolist() == [4] * 2 + [4] * 3 + [1] * 6
+    kept = select(found, -torch.ones(found.units), cost=found.flops, keep=None, round_to=4)
+    assert [int(kept[part].sum()) for part in found.slices] == [1, 1, 4]
+
+
+def test_select_out_of_reach(structure: Structure) -> None:
+    with pytest.raises(StructureError, match=r"0\.0001 cannot be reached.*0\.0"):
+        select(structure, torch.zeros(structure.units), cost=structure.flops, keep=0.0001)
+    with pytest.raises(StructureError, match="logits"):
+        select(structure, torch.zeros(3), cost=structure.flops, keep=0.5)
