@@ -64,13 +64,13 @@ def main() -> None:
         if bf16:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-            base = torch.cuda.memory_allocated()
+            base = torch.cuda.memory_reserved()
         step = build()
         for _ in range(6):
             step()
         if bf16:
             torch.cuda.synchronize()
-            memory[name] = (torch.cuda.max_memory_allocated() - base) / 2**20
+            memory[name] = (torch.cuda.max_memory_reserved() - base) / 2**20
         runs[name] = step
 
     def plain() -> Callable[[], None]:

@@ -143,7 +143,7 @@ def train_dense(
     on_epoch: Callable[[EpochRecord], None] | None = None,
     on_step: Callable[[Trainer], None] | None = None,
 ) -> Result:
-    """Train the unpruned network by the same recipe: no gates, no prior, no Stein term. The reference to compare with."""
+    """Train the unpruned network by the same recipe, without gates, prior and Stein term: what to compare with."""
     config = (config or Config()).resolved()
     device = find_device(config.device)
     batches = as_batches(data, config, device)

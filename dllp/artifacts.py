@@ -41,7 +41,9 @@ def write_bytes(path: Path, content: bytes) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise ArtifactError(f"cannot write {path}: {error.strerror}; free some space or choose another folder") from None
+        raise ArtifactError(
+            f"cannot write {path}: {error.strerror}; free some space or choose another folder"
+        ) from None
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -105,7 +107,9 @@ def read_network(path: Path, network: nn.Module) -> None:
             )
         target.copy_(value)
     if stored:
-        raise ArtifactError(f"{path} has a tensor {min(stored)!r} that the network lacks: it belongs to another network")
+        raise ArtifactError(
+            f"{path} has a tensor {min(stored)!r} that the network lacks: it belongs to another network"
+        )
 
 
 def _dense(path: Path, name: str, index: Tensor, value: Tensor, target: Tensor) -> Tensor:

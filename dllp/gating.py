@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from dllp.errors import StructureError
 from dllp.particles import Layout
+from dllp.selection import select
 from dllp.slicing import Fold, Recipe, recipe
-from dllp.structure import Structure, select
+from dllp.structure import Structure
 
 FilterFn = Callable[[nn.Module, str], bool]
 Budget = Literal["flops", "params"]
@@ -185,7 +186,9 @@ def channel_scales(model: nn.Module, structure: Structure, layout: Layout, devic
     start = 0
     for group in structure.groups:
         producers = [s for s in group.slices if s.side == "out"]
-        norms = [s for s in producers if isinstance(modules[s.module], NORMS) and f"{s.module}.weight" in layout.segments]
+        norms = [
+            s for s in producers if isinstance(modules[s.module], NORMS) and f"{s.module}.weight" in layout.segments
+        ]
         for part in norms or producers:
             segment = layout.segments.get(f"{part.module}.weight")
             if segment is None or isinstance(modules[part.module], nn.PReLU):

@@ -179,9 +179,7 @@ class Particles:
             self.layout.intact(network, row, gradient)
             for network, row, gradient in zip(self.networks, self.rows, self.gradients, strict=True)
         )
-        return full and all(
-            part.layout.intact(part.network, part.row, part.gradient) for part in self.sliced
-        )
+        return full and all(part.layout.intact(part.network, part.row, part.gradient) for part in self.sliced)
 
 
 def jitter(network: nn.Module, amount: float, seed: int) -> None:

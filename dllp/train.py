@@ -159,7 +159,7 @@ class Trainer:
                 self.step_index += 1
                 if on_step is not None:
                     on_step(self)
-            history.append(self._record(epoch, time.perf_counter() - began))
+            history.append(self._record(epoch, began))
             if on_epoch is not None:
                 on_epoch(history[-1])
             loss = sum(history[-1].loss)
@@ -361,8 +361,9 @@ class Trainer:
         theta = self.logits.sigmoid() if self.keep is None else self.keep.to(self.logits.dtype)
         return cost.expected(theta) / cost.dense
 
-    def _record(self, epoch: int, seconds: float) -> EpochRecord:
-        loss, correct = (self.statistics / self.steps_per_epoch).tolist()
+    def _record(self, epoch: int, began: float) -> EpochRecord:
+        loss, correct = (self.statistics / self.steps_per_epoch).tolist()  # waits for the device: now the time is true
+        seconds = time.perf_counter() - began
         self.statistics.zero_()
         if not all(abs(v) < float("inf") for v in loss):
             raise DllpError(f"the loss is not finite in epoch {epoch + 1} ({loss}): lower lr (now {self.config.lr})")

@@ -240,7 +240,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
         first = process.stdout.readline()
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
-    assert first.startswith("pruned epoch 1/500")
+    assert first.startswith("pruned epoch 1/500"), error
     assert (process.returncode, error) == (130, "dllp: interrupted, nothing was written\n")
     assert os.listdir(tmp_path) == []
 

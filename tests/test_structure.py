@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from dllp.errors import StructureError
+from dllp.selection import select
 from dllp.slicing import cut, recipe
-from dllp.structure import Structure, discover, select
+from dllp.structure import Structure, discover
 
 
 def macs(model: nn.Module, example: Tensor) -> float:

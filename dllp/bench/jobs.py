@@ -1,0 +1,218 @@
+"""One job: train (or derive) the networks of one table row for one seed, evaluate them, and say it in one JSON line."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dllp import metrics, zoo
+from dllp.api import Size, environment, find_device, prune, train_dense
+from dllp.bench.recipes import recipe
+from dllp.config import Config
+from dllp.data import ArrayData, Dataset, holdout
+from dllp.data.corruptions import parse
+from dllp.posterior import Posterior
+from dllp.selection import select
+from dllp.slicing import cut
+from dllp.slicing import recipe as kept_channels
+from dllp.structure import Structure, discover
+from dllp.train import EpochRecord
+
+Method = Literal["dense", "dllp", "thin", "magnitude", "random"]
+OnEpoch = Callable[[EpochRecord], None]
+CORRUPTIONS = ("gaussian-blur:1,2,3,5", "sharpen")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained; two jobs with the same digest are the same run.
+
+    Attributes:
+        keep: Fraction of the FLOPs that is kept; 1 for dense.
+        validation: Number of training images held out and evaluated on instead of the test set: every choice of a
+            hyperparameter is made this way.
+        changes: Differences from the network's recipe.
+    """
+
+    network: str
+    method: Method
+    granularity: Literal["channel", "weight"] = "channel"
+    keep: float = 1.0
+    seed: int = 0
+    epochs: int = 60
+    validation: int = 0
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Config:
+        """The network's recipe with the job's own settings."""
+        own: dict[str, Any] = {"keep_flops": self.keep} if self.method == "dllp" else {"particles": 1}
+        return recipe(self.network, self.granularity, epochs=self.epochs, seed=self.seed, **{**own, **self.changes})
+
+    @property
+    def digest(self) -> str:
+        """Names the job by everything that decides its outcome, the whole configuration included."""
+        everything = {**asdict(self), "config": self.config.resolved().as_dict()}
+        return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a method hands over for evaluation."""
+
+    posterior: Posterior
+    sizes: list[Size]
+    dense: Size
+    seconds: float
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A job's JSON line, and its networks' probabilities (n, B, C) on each version of the evaluation data."""
+
+    line: dict[str, Any]
+    probabilities: dict[str, np.ndarray]
+
+
+class Runner:
+    """Runs jobs on one data set; dense networks are kept, because other methods start from them.
+
+    Args:
+        machine: Settings that do not change what is computed: device, precision, engine.
+    """
+
+    def __init__(self, data: Dataset, *, on_epoch: OnEpoch | None = None, **machine: Any) -> None:
+        self.data, self.on_epoch, self.machine = data, on_epoch, machine
+        self.dense_networks: dict[str, tuple[nn.Module, float]] = {}
+
+    def run(self, job: Job) -> Outcome:
+        """Train, evaluate, report."""
+        config = replace(job.config, **self.machine)
+        device = find_device(config.device)
+        train, test = self._split(job)
+        trained = getattr(self, f"_{job.method}")(job, train, config)
+        full = job.method in ("dense", "dllp") and not job.validation
+        versions = self.test_versions if full else {"clean": test}
+        trained.posterior.to(device)
+        probabilities = {name: members(trained.posterior, version, device) for name, version in versions.items()}
+        trained.posterior.to("cpu")
+        clean, labels = probabilities["clean"], test.y.cpu()
+        line = {
+            **asdict(job),
+            "digest": job.digest,
+            "evaluated_on": "validation" if job.validation else "test",
+            "particles": [metrics.summary(p, labels) for p in clean],
+            "ensemble": metrics.summary(clean.mean(0), labels),
+            "macs": [size.macs for size in trained.sizes],
+            "params": [size.params for size in trained.sizes],
+            "dense_macs": trained.dense.macs,
+            "dense_params": trained.dense.params,
+            "flops_removed": [1 - size.macs / trained.dense.macs for size in trained.sizes],
+            "flops_of": "non-zero weights" if job.granularity == "weight" else "the extracted network",
+            "train_seconds": trained.seconds,
+            "config": config.resolved().as_dict(),
+            **trained.detail,
+            **environment(device),
+        }
+        return Outcome(line, {name: p.half().numpy() for name, p in probabilities.items()})
+
+    @cached_property
+    def test_versions(self) -> dict[str, ArrayData]:
+        """The clean test set and its corrupted versions."""
+        everything = [corruption for text in CORRUPTIONS for corruption in parse(text)]
+        return {"clean": self.data.test, **{c.name: c.apply_to(self.data.test) for c in everything}}
+
+    def _split(self, job: Job) -> tuple[ArrayData, ArrayData]:
+        """Training and evaluation part; the held-out part is the same for every seed."""
+        if job.validation:
+            return holdout(self.data.train, job.validation, seed=0)
+        return self.data.train, self.data.test
+
+    def _network(self, job: Job) -> nn.Module:
+        size = {"in_channels": self.data.in_channels, "image_size": self.data.image_size}
+        return zoo.build(job.network, self.data.num_classes, **size)
+
+    # ---- methods
+
+    def _dllp(self, job: Job, train: ArrayData, config: Config) -> Trained:
+        result = prune(self._network(job), train, config, on_epoch=self.on_epoch)
+        seconds = sum(record["seconds"] for record in result.history)
+        detail = {"widths": result.widths, "history": result.history, "noise": result.gates["noise"].tolist()}
+        return Trained(result.posterior, result.sizes, result.dense, seconds, detail)
+
+    def _dense(self, job: Job, train: ArrayData, config: Config) -> Trained:
+        result = train_dense(self._network(job), train, config, on_epoch=self.on_epoch)
+        seconds = sum(record["seconds"] for record in result.history)
+        self.dense_networks[job.digest] = (copy.deepcopy(result.model), seconds)
+        return Trained(result.posterior, result.sizes, result.dense, seconds, {"history": result.history})
+
+    def _thin(self, job: Job, train: ArrayData, config: Config) -> Trained:
+        """The same network, every layer equally narrower, trained from scratch."""
+        network = self._network(job)
+        structure = discover(network, self._example(train))
+        ranks = [-torch.arange(group.units, dtype=torch.float64) / group.units for group in structure.groups]
+        small, size = self._cut(network, structure, torch.cat(ranks), job.keep)
+        result = train_dense(small, train, config, on_epoch=self.on_epoch)
+        seconds = sum(record["seconds"] for record in result.history)
+        return Trained(result.posterior, [size], dense_size(structure), seconds, {"history": result.history})
+
+    def _magnitude(self, job: Job, train: ArrayData, config: Config) -> Trained:
+        """The dense network's channels with the largest filters, relative to their layer; no fine-tuning."""
+
+        def score(network: nn.Module, structure: Structure) -> Tensor:
+            scores = []
+            for group in structure.groups:
+                weight = network.get_submodule(group.name).weight.detach()  # type: ignore[union-attr, operator]
+                norms = weight.abs().flatten(1).sum(1).double()
+                scores.append(norms / norms.mean())
+            return torch.cat(scores)
+
+        return self._derived(job, train, config, score)
+
+    def _random(self, job: Job, train: ArrayData, config: Config) -> Trained:
+        """Random channels of the dense network; no fine-tuning."""
+        generator = torch.Generator().manual_seed(job.seed)
+        return self._derived(job, train, config, lambda _, s: torch.rand(s.units, generator=generator))
+
+    def _derived(
+        self, job: Job, train: ArrayData, config: Config, score: Callable[[nn.Module, Structure], Tensor]
+    ) -> Trained:
+        dense = replace(job, method="dense", granularity="channel", keep=1.0)
+        if dense.digest not in self.dense_networks:
+            self._dense(dense, train, config)
+        network, seconds = self.dense_networks[dense.digest]
+        structure = discover(network, self._example(train))
+        small, size = self._cut(network, structure, score(network, structure), job.keep)
+        posterior = Posterior([small.eval()], torch.ones(1))
+        return Trained(posterior, [size], dense_size(structure), seconds)
+
+    def _example(self, train: ArrayData) -> Tensor:
+        return train.inputs(slice(0, 2)).cpu()
+
+    def _cut(self, network: nn.Module, structure: Structure, scores: Tensor, keep: float) -> tuple[nn.Module, Size]:
+        chosen = select(structure, scores, cost=structure.flops, keep=keep)
+        gates = chosen.double()
+        size = Size(float(structure.flops.expected(gates)), round(float(structure.params.expected(gates))))
+        return cut(network, kept_channels(network, structure.groups, chosen)), size
+
+
+def dense_size(structure: Structure) -> Size:
+    """What the whole network costs."""
+    return Size(structure.flops.dense, round(structure.params.dense))
+
+
+def members(posterior: Posterior, data: ArrayData, device: torch.device, chunk: int = 2000) -> Tensor:
+    """(n, B, C) probabilities on the CPU."""
+    starts = range(0, len(data), chunk)
+    parts = [posterior.members(data.inputs(slice(s, s + chunk)).to(device), chunk) for s in starts]
+    return torch.cat(parts, dim=1)

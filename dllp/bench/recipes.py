@@ -1,0 +1,16 @@
+"""One training recipe for each network, for every row of every table: dense, pruned and thin alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dllp.config import Config
+
+SHARED: dict[str, Any] = dict(init="fresh", batch_size=512, epochs=60, lr_end=0.001, beta=0.1)
+PEAK_LR = {"resnet20": 0.4, "resnet56": 0.4, "vgg11_bn": 0.2, "vgg16_bn": 0.2}
+
+
+def recipe(network: str, granularity: str, **changes: Any) -> Config:
+    """The documented default for `network`, with whatever a job changes."""
+    values = {**SHARED, "lr": PEAK_LR.get(network, 0.1), "granularity": granularity, **changes}
+    return Config(**values)

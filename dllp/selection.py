@@ -1,0 +1,78 @@
+"""The choice of units to keep, given their logits and a budget (Section 5)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dllp.costs import Cost
+from dllp.errors import StructureError
+from dllp.structure import Structure
+
+
+def select(structure: Structure, logits: Tensor, *, cost: Cost, keep: float | None, round_to: int = 1) -> Tensor:
+    """logits (U,) -> bool (U,): the units to keep; cost at most `keep` * dense, or logits > 0 without `keep`.
+
+    Units are taken in descending order of their logits, in chunks of `round_to` channels within each group; the best
+    chunk of each group always stays. After the first chunk that does not fit, smaller ones fill what is left.
+    """
+    scores = logits.detach().to("cpu", torch.float64)
+    if scores.shape != (structure.units,) or bool(scores.isnan().any()):
+        raise StructureError(f"logits must be {structure.units} numbers, one for each unit")
+    chunks: list[Tensor] = []
+    owners: list[int] = []
+    means: list[float] = []
+    kept = torch.zeros(structure.units, dtype=torch.bool)
+    per_unit = structure.channels_per_unit
+    for g, part in enumerate(structure.slices):
+        order = scores[part].argsort(descending=True, stable=True) + part.start
+        step = round_to // math.gcd(round_to, int(per_unit[part.start]))
+        best, *others = order.split(step)
+        kept[best] = True
+        chunks += others
+        owners += [g] * len(others)
+        means += [scores[chunk].mean().item() for chunk in others]
+    ranking = sorted(range(len(chunks)), key=lambda i: -means[i])
+    if keep is None:
+        for i in ranking:
+            kept[chunks[i]] |= means[i] > 0
+        return kept
+    cost = cost.to("cpu", torch.float64)
+    budget = keep * cost.dense * (1 + 1e-12)
+    smallest = cost.expected(kept.double()).item()
+    if smallest > budget:
+        raise StructureError(
+            f"a fraction of {keep:g} cannot be reached: one chunk of {round_to} channels in each group already costs "
+            f"{smallest / cost.dense:.4f} of the dense network"
+        )
+    return _fill(kept, [(owners[i], chunks[i]) for i in ranking], cost, budget)
+
+
+def _fill(kept: Tensor, ranking: list[tuple[int, Tensor]], cost: Cost, budget: float) -> Tensor:
+    """Take chunks in order while they fit; a group whose next chunk does not fit is closed."""
+    signals = cost.signals.numpy()
+    linear, pair = (cost.linear).numpy(), cost.pair.numpy()
+    in_signal, out_signal = cost.in_signal.numpy(), cost.out_signal.numpy()
+    counts = kept.double().numpy() @ signals
+    inputs = cost.in_const.numpy() + counts[in_signal]
+    outputs = cost.out_const.numpy() + counts[out_signal]
+    now = cost.expected(kept.double()).item()
+    kept = kept.clone()
+    closed: set[int] = set()
+    for owner, chunk in ranking:
+        if owner in closed:
+            continue
+        index = chunk.numpy()
+        step = signals[index].sum(0)
+        more_in, more_out = step[in_signal], step[out_signal]
+        delta = pair @ (more_in * (outputs + more_out) + inputs * more_out) + linear[index].sum()
+        if now + delta > budget:
+            closed.add(owner)
+            continue
+        now += delta
+        inputs += more_in
+        outputs += more_out
+        kept[chunk] = True
+    return kept
