@@ -248,6 +248,9 @@ def as_batches(data: Data, config: Config, device: torch.device) -> Batches | Lo
     if not isinstance(data, ArrayData):
         raise DataError(f"data of type {type(data).__name__} cannot be used: give a DataLoader or a pair of tensors")
     validate(data)
+    if data.is_classification != (config.task == "classification"):
+        other = "regression" if config.task == "classification" else "classification"
+        raise DataError(f"task = {config.task} does not fit labels of type {data.y.dtype}: use task = {other}")
     return Batches(data, config.batch_size, config.seed, device, channels_last)
 
 
@@ -269,6 +272,9 @@ def check_targets(model: nn.Module, batches: Batches | LoaderBatches, example: T
         batches.num_classes = outputs.shape[1]
     elif batches.data.is_classification:
         validate(batches.data, outputs.shape[1])
+    elif outputs[0].numel() != batches.data.y[0].numel():
+        found, wanted = outputs[0].numel(), batches.data.y[0].numel()
+        raise DataError(f"the network gives {found} outputs but the data has {wanted} targets: both must agree")
 
 
 def make_gating(

@@ -11,6 +11,7 @@ without run.json is not a finished run.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -40,7 +41,8 @@ def write_bytes(path: Path, content: bytes) -> None:
             os.fsync(handle.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder itself may be what is missing
+            temporary.unlink()
         raise ArtifactError(
             f"cannot write {path}: {error.strerror}; free some space or choose another folder"
         ) from None
@@ -63,7 +65,7 @@ def read_json(path: Path) -> Any:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """A safetensors file of contiguous CPU copies."""
-    write_bytes(path, save({name: t.detach().cpu().contiguous() for name, t in tensors.items()}))
+    write_bytes(path, save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}))
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ class Config:
         jitter: Noise on particles beyond the first under `given`, in units of each tensor's std.
         device: `auto`, `cpu`, `cuda` or `cuda:K`.
         precision: `bfloat16` autocasts forward and backward; master weights stay float32.
-        engine: `graph` captures the step as a CUDA graph, `compile` also compiles the networks,
+        engine: `graph` captures the step as a CUDA graph, `eager` does not,
             `auto` is graph on CUDA and eager elsewhere.
         deterministic: Ask for deterministic kernels on CUDA (CPU runs always are).
         task: `classification` (cross-entropy) or `regression` (squared error).
@@ -77,7 +77,7 @@ class Config:
     jitter: float = 0.1
     device: str = "auto"
     precision: Literal["float32", "bfloat16"] = "float32"
-    engine: Literal["auto", "eager", "graph", "compile"] = "auto"
+    engine: Literal["auto", "eager", "graph"] = "auto"
     deterministic: bool = False
 
     task: Literal["classification", "regression"] = "classification"

@@ -18,8 +18,11 @@ class Capture:
         state: `eager`, `graph`, or `eager (reason)` where capturing failed.
     """
 
-    def __init__(self, step: Callable[[Tensor, Tensor], None], generator: torch.Generator, *, enabled: bool) -> None:
-        self.step, self.generator, self.enabled = step, generator, enabled
+    def __init__(
+        self, step: Callable[[Tensor, Tensor], None], generator: torch.Generator, *, enabled: bool,
+        deterministic: bool = False,
+    ) -> None:  # fmt: skip
+        self.step, self.generator, self.enabled, self.deterministic = step, generator, enabled, deterministic
         self.state = "eager"
         self.graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self.seen: dict[Any, int] = {}
@@ -32,6 +35,13 @@ class Capture:
             torch.cuda.empty_cache()
 
     def __call__(self, x: Tensor, y: Tensor, *, key: str) -> None:
+        if x.device.type != "cuda":
+            return self.step(x, y)
+        # shapes never change within a phase: let cuDNN measure which kernels are fastest
+        with torch.backends.cudnn.flags(enabled=True, benchmark=not self.deterministic, deterministic=self.deterministic):
+            self._run(x, y, key)
+
+    def _run(self, x: Tensor, y: Tensor, key: Any) -> None:
         if not self.enabled:
             return self.step(x, y)
         key = (key, x.shape, x.dtype, y.shape)

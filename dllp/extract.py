@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dllp.errors import StructureError
 from dllp.gating import ChannelGating, WeightGating
 from dllp.particles import Particles
 from dllp.slicing import Recipe, cut
@@ -44,11 +43,10 @@ def extract(
     if isinstance(gating, WeightGating):
         return [_zeroed(network, gating, row) for network, row in zip(particles.networks, keep, strict=True)]
     slabs = []
-    for network, part, row in zip(particles.networks, particles.sliced, keep.cpu(), strict=True):
-        slab = Slab(plain(part.network), plain(network), part.recipe, keep=row)
-        verify(slab.reference, gating.structure.groups, row, example)
-        _same_state(slab.network, cut(slab.reference, slab.recipe))
-        slabs.append(slab)
+    for network, row in zip(particles.networks, keep.cpu(), strict=True):
+        reference, recipe = plain(network), gating.recipe(network, row)
+        verify(reference, gating.structure.groups, row, example)
+        slabs.append(Slab(cut(reference, recipe), reference, recipe, keep=row))
     return slabs
 
 
@@ -69,10 +67,3 @@ def _zeroed(network: nn.Module, gating: WeightGating, keep: Tensor) -> Slab:
         for name, weight in weights.items():
             parameters[name].copy_(weight)
     return Slab(pruned, reference, gated=tuple(weights), keep=keep.cpu())
-
-
-def _same_state(actual: nn.Module, expected: nn.Module) -> None:
-    found = actual.state_dict()
-    for name, value in expected.state_dict().items():
-        if not torch.equal(found[name], value):
-            raise StructureError(f"{name!r} of the trained small network differs from the full network's slab part")

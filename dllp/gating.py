@@ -5,6 +5,7 @@ Channel and weight granularity answer the same questions, so training knows only
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from dllp.errors import StructureError
-from dllp.particles import Layout
+from dllp.particles import Layout, kept_coordinates
 from dllp.selection import select
-from dllp.slicing import Fold, Recipe, recipe
+from dllp.slicing import Fold, Recipe, recipe, restrict
 from dllp.structure import Structure
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -56,14 +57,14 @@ class Scales:
 
 @dataclass(frozen=True)
 class LinearCost:
-    """Every gate has its own price (U,); what is left of the dense cost is constant."""
+    """Every gate has its own price (U,), in float64; what is left of the dense cost is constant."""
 
     price: Tensor
     dense: float
 
     def expected(self, theta: Tensor) -> Tensor:
-        """(..., U) gate probabilities -> (...) expected cost."""
-        return self.dense - (1 - theta) @ self.price
+        """(..., U) gate probabilities -> (...) expected cost, in float64: float32 sums lose single weights."""
+        return self.dense - (1 - theta.to(self.price.dtype)) @ self.price
 
 
 class AnyCost(Protocol):
@@ -116,6 +117,26 @@ class ChannelGating:
         return recipe(model, self.structure.groups, keep.cpu())
 
 
+    def slab_coordinates(self, network: nn.Module, layout: Layout, keep: Tensor) -> Tensor:
+        """(U,) decisions -> (P,) bool: the coordinates of a row that remain in the cut network."""
+        return kept_coordinates(network, layout, self.recipe(network, keep))
+
+    def padded(self, keep: Tensor, logits: Tensor, lane: int) -> Tensor:
+        """(U,) decisions -> the same with the likeliest closed units of each group added up to a multiple of `lane`."""
+        result = keep.cpu().clone()
+        for part in self.structure.slices:
+            kept, order = result[part], logits[part].cpu().argsort(descending=True, stable=True)
+            missing = min(-int(kept.sum()) % lane, int((~kept).sum()))
+            kept[order[~kept[order]][:missing]] = True
+        return result
+
+    def closed(self, network: nn.Module, recipe: Recipe, padded: Tensor, keep: Tensor) -> tuple[Fold, Tensor]:
+        """The fold of a network that was cut to `padded`, and its gates: 0 for what only pads."""
+        groups = restrict(self.structure.groups, padded, recipe)
+        device = next(network.parameters()).device
+        return Fold(network, groups).to(device), keep.cpu()[padded].to(device, torch.float32)
+
+
 class WeightGating:
     """One gate for each convolution weight (and linear weight, by option): the paper's letter."""
 
@@ -125,10 +146,14 @@ class WeightGating:
     ) -> None:  # fmt: skip
         kinds = (nn.modules.conv._ConvNd, nn.Linear) if linear else (nn.modules.conv._ConvNd,)
         macs = {layer.name: layer.macs for layer in structure.layers}
+        owners = _owners(model)  # a weight that is shared, or computed from others, cannot be gated in one place
         modules = [
             (name, module)
             for name, module in model.named_modules()
-            if isinstance(module, kinds) and name in macs and (filter_fn is None or filter_fn(module, name))
+            if isinstance(module, kinds)
+            and name in macs
+            and owners[f"{name}.weight"] == 1
+            and (filter_fn is None or filter_fn(module, name))
         ]
         if not modules:
             raise StructureError("the network has no weights to gate: allow some in filter_fn, or set gate_linear=True")
@@ -143,9 +168,10 @@ class WeightGating:
             tuple(name for name, _ in modules),
             tuple(sizes),
         )
-        prices = torch.tensor([macs[name] / size for (name, _), size in zip(modules, sizes, strict=True)])
-        self.flops = LinearCost(prices.repeat_interleave(torch.tensor(sizes)).to(device), structure.flops.dense)
-        self.params = LinearCost(torch.ones(self.units, device=device), structure.params.dense)
+        each = [macs[name] / size for (name, _), size in zip(modules, sizes, strict=True)]
+        prices = torch.tensor(each, dtype=torch.float64).repeat_interleave(torch.tensor(sizes))
+        self.flops = LinearCost(prices.to(device), structure.flops.dense)
+        self.params = LinearCost(torch.ones_like(self.flops.price), structure.params.dense)
 
     def weights(self, parameters: Mapping[str, Tensor], gates: Tensor) -> dict[str, Tensor]:
         effective = {}
@@ -156,15 +182,22 @@ class WeightGating:
                 gate = gate.view(o, h, w, i).permute(0, 3, 1, 2)
             else:
                 gate = gate.view(segment.shape)
-            effective[segment.name] = parameters[segment.name] * gate
+            weight = parameters[segment.name]
+            effective[segment.name] = weight * gate.to(weight.dtype)
         return effective
+
+    def slab_coordinates(self, network: nn.Module, layout: Layout, keep: Tensor) -> Tensor:
+        """(U,) decisions -> (P,) bool: every coordinate but the closed weights."""
+        mask = torch.ones(layout.size, dtype=torch.bool, device=keep.device)
+        mask[self.scales.coordinates[:, 0]] = keep
+        return mask
 
     def select(self, logits: Tensor, budget: Budget, keep: float | None) -> Tensor:
         """Keep the most probable weights whose cost fits; single weights are fine enough to meet any budget."""
         if keep is None:
             return logits > 0
         cost: LinearCost = getattr(self, budget)
-        price = cost.price.to(logits.device, torch.float64)
+        price = cost.price.to(logits.device)
         fixed = cost.dense - float(price.sum())
         room = keep * cost.dense - fixed
         if room < 0:
@@ -175,40 +208,57 @@ class WeightGating:
         order = torch.argsort(logits, descending=True, stable=True)
         spent = price[order].cumsum(0)
         chosen = torch.zeros_like(logits, dtype=torch.bool)
-        chosen[order[spent <= room + 1e-6 * cost.dense]] = True
+        chosen[order[spent <= room + 1e-12 * cost.dense]] = True
         return chosen
 
 
+def _owners(model: nn.Module) -> Counter[str]:
+    """How many modules own each parameter, by every name it has; 0 for a weight that is no parameter."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    uses = Counter(id(parameter) for parameter in named.values())
+    return Counter({name: uses[id(parameter)] for name, parameter in named.items()})
+
+
 def channel_scales(model: nn.Module, structure: Structure, layout: Layout, device: torch.device) -> Scales:
-    """RMS of the group's normalisation scales, or of its filters where there is no normalisation."""
+    """RMS of each unit's normalisation scales, or of its filters where no normalisation reads it."""
     modules = dict(model.named_modules())
-    coordinates: list[list[Tensor]] = [[] for _ in range(structure.units)]
-    start = 0
-    for group in structure.groups:
-        producers = [s for s in group.slices if s.side == "out"]
-        norms = [
-            s for s in producers if isinstance(modules[s.module], NORMS) and f"{s.module}.weight" in layout.segments
-        ]
-        for part in norms or producers:
-            segment = layout.segments.get(f"{part.module}.weight")
-            if segment is None or isinstance(modules[part.module], nn.PReLU):
+    units, coordinates = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
+    for group, part in zip(structure.groups, structure.slices, strict=True):
+        outputs = [s for s in group.slices if s.side == "out" and f"{s.module}.weight" in layout.segments]
+        normed = torch.zeros(group.units, dtype=torch.bool)
+        for piece in (s for s in outputs if isinstance(modules[s.module], NORMS)):
+            normed[piece.unit[piece.unit >= 0]] = True
+        for piece in outputs:
+            module = modules[piece.module]
+            if isinstance(module, nn.PReLU):
                 continue
-            index = segment.view(torch.arange(layout.size))
-            if isinstance(modules[part.module], nn.modules.conv._ConvTransposeNd):
-                index = index.transpose(0, 1)
-            per_channel = index.reshape(index.shape[0], -1)
-            for channel, unit in enumerate(part.unit.tolist()):
-                if unit >= 0:
-                    coordinates[start + unit].append(per_channel[channel % per_channel.shape[0]])
-        start += group.units
-    flat = [torch.cat(parts) for parts in coordinates]
-    width = max((len(c) for c in flat), default=1)
-    padded = torch.full((len(flat), width), layout.spare, dtype=torch.int64)
-    for row, coords in zip(padded, flat, strict=True):
-        row[: len(coords)] = coords
+            # a norm may read a part of the group only (split features): the others have their filters
+            chosen = (piece.unit >= 0) & (normed[piece.unit] == isinstance(module, NORMS))
+            index = filters(module, layout.segments[f"{piece.module}.weight"].view(torch.arange(layout.size)))[chosen]
+            units.append((piece.unit[chosen] + part.start).repeat_interleave(index.shape[1]))
+            coordinates.append(index.flatten())
     return Scales(
-        padded.to(device),
-        torch.tensor([len(c) for c in flat], dtype=torch.get_default_dtype(), device=device),
+        *_table(torch.cat(units), torch.cat(coordinates), structure.units, layout.spare, device),
         tuple(group.name for group in structure.groups),
         tuple(group.units for group in structure.groups),
     )
+
+
+def filters(module: nn.Module, weight: Tensor) -> Tensor:
+    """A module's weight, or something of its shape -> (outputs, K): what makes each output channel."""
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        # stored as (in, out/groups, ...): an output channel reads the input channels of its own group only
+        inputs, outputs = weight.shape[0] // module.groups, weight.shape[1]
+        weight = weight.reshape(module.groups, inputs, outputs, -1).transpose(1, 2)
+        return weight.reshape(module.groups * outputs, -1)
+    return weight.reshape(weight.shape[0], -1)
+
+
+def _table(unit: Tensor, at: Tensor, units: int, spare: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Pairs of unit and coordinate -> (U, M) coordinates padded with `spare`, and (U,) their number."""
+    count = torch.bincount(unit, minlength=units)
+    order = unit.argsort(stable=True)
+    column = torch.arange(len(unit)) - (count.cumsum(0) - count)[unit[order]]
+    padded = torch.full((units, max(count.tolist(), default=1)), spare)
+    padded[unit[order], column] = at[order]
+    return padded.to(device), count.to(device, torch.get_default_dtype())

@@ -1,4 +1,4 @@
-"""n networks whose parameters and gradients are rows of two matrices.
+"""n networks whose parameters are rows of one matrix, and their gradients rows of another.
 
 Row i holds every parameter of particle i, so the Stein direction is a product of small and tall matrices and the
 optimiser a few elementwise kernels. Once the gates are discrete the networks are sliced: forward and backward then
@@ -61,15 +61,17 @@ class Layout:
         self.blocks.append(ALIGN)
         self.spare = self.size - 1
 
-    def bind(self, network: nn.Module, row: Tensor, gradient: Tensor) -> None:
-        """Make the network's parameters, and the gradients of those that learn, views into the two rows."""
+    def bind(self, network: nn.Module, row: Tensor) -> None:
+        """Make the network's parameters views into the row, at their present values."""
         for name, parameter in network.named_parameters():
-            segment = self.segments[name]
-            view = segment.view(row)
+            view = self.segments[name].view(row)
             view.copy_(parameter.data)
             parameter.data = view
-            if parameter.requires_grad:
-                parameter.grad = segment.view(gradient)
+
+    def targets(self, network: nn.Module, gradient: Tensor) -> tuple[list[nn.Parameter], list[Tensor]]:
+        """The parameters that learn, and the views into a gradient row where their gradients belong."""
+        named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
+        return [p for _, p in named], [self.segments[name].view(gradient) for name, _ in named]
 
     def learnable(self, network: nn.Module) -> Tensor:
         """(P,) bool: coordinates of parameters that are not frozen (padding is not)."""
@@ -79,16 +81,10 @@ class Layout:
                 self.segments[name].view(mask).fill_(True)
         return mask
 
-    def intact(self, network: nn.Module, row: Tensor, gradient: Tensor) -> bool:
+    def intact(self, network: nn.Module, row: Tensor) -> bool:
         """Whether every parameter still is a view into its row: assignments elsewhere can silently drop it."""
-        start, gradient_start, size = row.data_ptr(), gradient.data_ptr(), row.element_size()
-        for name, parameter in network.named_parameters():
-            at = self.segments[name].offset * size
-            if parameter.data_ptr() != start + at:
-                return False
-            if parameter.requires_grad and (parameter.grad is None or parameter.grad.data_ptr() != gradient_start + at):
-                return False
-        return True
+        start, size = row.data_ptr(), row.element_size()
+        return all(p.data_ptr() == start + self.segments[k].offset * size for k, p in network.named_parameters())
 
 
 @dataclass
@@ -118,9 +114,10 @@ class Particles:
         self.layout = Layout(self.networks[0], channels_last)
         self.rows = torch.zeros(len(self.networks), self.layout.size, dtype=dtype, device=device)
         self.gradients = torch.zeros_like(self.rows)
-        for network, row, gradient in zip(self.networks, self.rows, self.gradients, strict=True):
-            self.layout.bind(network, row, gradient)
+        for network, row in zip(self.networks, self.rows, strict=True):
+            self.layout.bind(network, row)
         self.sliced: list[Sliced] = []
+        self._aim()
 
     @classmethod
     def start(cls, model: nn.Module, config: Config, device: torch.device) -> Particles:
@@ -147,76 +144,102 @@ class Particles:
         """The networks that forward and backward run on: sliced ones once there are any."""
         return [s.network for s in self.sliced] or self.networks
 
+    def _aim(self) -> None:
+        pairs = zip(self.networks, self.gradients, strict=True)
+        self._targets = [s.layout.targets(s.network, s.gradient) for s in self.sliced] or [
+            self.layout.targets(network, gradient) for network, gradient in pairs
+        ]
+
     def slice(self, recipes: Sequence[Recipe]) -> None:
         """Replace the networks that are trained by their sliced parts; rows and momentum keep their full shape."""
         self.sliced = [
             slice_particle(network, self.layout, recipe, self.channels_last)
             for network, recipe in zip(self.networks, recipes, strict=True)
         ]
+        self.gradients.zero_()  # the small networks write only their own coordinates
+        self._aim()
 
     def begin_step(self) -> None:
-        """Clear the gradients and bring the small networks' weights up to date."""
-        self.gradients.zero_()
+        """Bring the small networks' weights up to date."""
         for row, part in zip(self.rows, self.sliced, strict=False):
-            part.gradient.zero_()
             torch.index_select(row, 0, part.coordinates, out=part.row)
+
+    def differentiate(self, i: int, value: Tensor, *others: Tensor) -> list[Tensor | None]:
+        """Write the gradient of `value` in particle i's parameters into its row; returns those in `others`.
+
+        One multi-tensor copy instead of one accumulation for each parameter.
+        """
+        parameters, views = self._targets[i]
+        found = torch.autograd.grad(value, [*parameters, *others], allow_unused=True)
+        pairs = [(view, gradient) for view, gradient in zip(views, found, strict=False) if gradient is not None]
+        torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
+        return list(found[len(parameters) :])
 
     def collect_gradients(self) -> None:
         """Scatter the small networks' gradients into the full matrix."""
         for gradient, part in zip(self.gradients, self.sliced, strict=False):
             gradient.index_copy_(0, part.coordinates, part.gradient)
-            gradient.narrow(0, self.layout.spare, 1).zero_()
 
     def finish(self) -> None:
-        """Let the small networks hold the final weights, and the full ones the small ones' running statistics."""
-        self.begin_step()
+        """Give the full networks the small ones' running statistics; their weights are there already."""
         for network, part in zip(self.networks, self.sliced, strict=False):
             scatter_buffers(network, part)
 
     def intact(self) -> bool:
         """Whether every network still shares memory with its row."""
-        full = all(
-            self.layout.intact(network, row, gradient)
-            for network, row, gradient in zip(self.networks, self.rows, self.gradients, strict=True)
-        )
-        return full and all(part.layout.intact(part.network, part.row, part.gradient) for part in self.sliced)
+        full = all(self.layout.intact(network, row) for network, row in zip(self.networks, self.rows, strict=True))
+        return full and all(part.layout.intact(part.network, part.row) for part in self.sliced)
 
 
 def jitter(network: nn.Module, amount: float, seed: int) -> None:
-    """Add noise of `amount` times its own std to every parameter tensor."""
+    """Add noise of `amount` times its own std to every parameter tensor that is not frozen."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in network.parameters():
-            if parameter.numel() > 1:
+            if parameter.requires_grad and parameter.numel() > 1:
                 noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype).to(parameter.device)
                 parameter.add_(noise, alpha=amount * float(parameter.std()))
 
 
-def slice_particle(network: nn.Module, layout: Layout, recipe: Recipe, channels_last: bool) -> Sliced:
-    """Cut the network, and find each remaining parameter's coordinate by cutting a network of coordinates alike."""
-    first = next(network.parameters())
-    atlas = copy.deepcopy(network).to("cpu", torch.float64)
+def atlas(network: nn.Module, layout: Layout) -> nn.Module:
+    """A copy of the network whose parameters hold their own coordinates in a row: cut it to see what remains."""
+    charted = copy.deepcopy(network).to("cpu", torch.float64)
     count = torch.arange(layout.size, dtype=torch.float64)
-    for name, parameter in atlas.named_parameters():
+    for name, parameter in charted.named_parameters():
         parameter.data = layout.segments[name].view(count)
-    atlas, small = cut(atlas, recipe), cut(network, recipe)
+    return charted
+
+
+def kept_coordinates(network: nn.Module, layout: Layout, recipe: Recipe) -> Tensor:
+    """(P,) bool: the coordinates of a full row that remain after the cut."""
+    mask = torch.zeros(layout.size, dtype=torch.bool)
+    for parameter in cut(atlas(network, layout), recipe).parameters():
+        mask[parameter.data.long().flatten()] = True
+    return mask
+
+
+def slice_particle(network: nn.Module, layout: Layout, recipe: Recipe, channels_last: bool) -> Sliced:
+    """Cut the network, and find each remaining parameter's coordinate by cutting its atlas alike."""
+    first = next(network.parameters())
+    small, charted = cut(network, recipe), cut(atlas(network, layout), recipe)
     compact = Layout(small, channels_last)
     row = torch.zeros(compact.size, dtype=first.dtype, device=first.device)
-    gradient = torch.zeros_like(row)
-    compact.bind(small, row, gradient)
+    compact.bind(small, row)
     coordinates = torch.full((compact.size,), layout.spare, dtype=torch.int64)
-    for name, parameter in atlas.named_parameters():
+    for name, parameter in charted.named_parameters():
         compact.segments[name].view(coordinates).copy_(parameter.data.long())
-    return Sliced(small, recipe, compact, row, gradient, coordinates.to(first.device))
+    return Sliced(small, recipe, compact, row, torch.zeros_like(row), coordinates.to(first.device))
 
 
 def scatter_buffers(network: nn.Module, part: Sliced) -> None:
     """Write the small network's buffers (running statistics) to their places in the full one."""
     atlas = copy.deepcopy(network).to("cpu", torch.float64)
     for buffer in atlas.buffers():
-        buffer.copy_(torch.arange(buffer.numel(), dtype=torch.float64).view(buffer.shape))
+        # in float64 whatever the buffer holds: bool and uint8 cannot count
+        buffer.data = torch.arange(buffer.numel(), dtype=torch.float64).view(buffer.shape)
     positions = dict(cut(atlas, part.recipe).named_buffers())
     values = dict(part.network.named_buffers())
     for name, buffer in network.named_buffers():
-        places = positions[name].long().flatten().to(buffer.device)
-        buffer.view(-1)[places] = values[name].flatten()
+        flat = buffer.flatten()
+        flat[positions[name].long().flatten().to(buffer.device)] = values[name].flatten()
+        buffer.copy_(flat.view(buffer.shape))

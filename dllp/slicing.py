@@ -181,6 +181,20 @@ def _cut_weight(module: nn.Module, out: Tensor | None, into: Tensor | None) -> T
     return torch.cat([block[r][:, c] for block, r, c in zip(blocks, rows, columns, strict=True)])
 
 
+def restrict(groups: Sequence[Group], keep: Tensor, recipe: Recipe) -> list[Group]:
+    """keep (U,) bool and its recipe -> the groups of the cut network, with only the kept units."""
+    result = []
+    for group, part in zip(groups, keep.cpu().split([group.units for group in groups]), strict=True):
+        units = torch.cat([part.cumsum(0) - 1, torch.tensor([-1])])  # unit -1 reads the last entry
+        slices = []
+        for piece in group.slices:
+            kept = recipe.get(piece.module, {}).get(piece.side)
+            old = piece.unit if kept is None else piece.unit[kept]
+            slices.append(Slice(piece.module, piece.side, units[old]))
+        result.append(Group(group.name, int(part.sum()), tuple(slices)))
+    return result
+
+
 class Fold:
     """Gates folded into the weights that read the gated channels, along their input axis."""
 

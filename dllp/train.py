@@ -22,6 +22,7 @@ from dllp.engine import Capture
 from dllp.errors import DllpError
 from dllp.gating import Budget, ChannelGating, WeightGating
 from dllp.particles import Particles
+from dllp.slicing import Fold
 
 Phase = Literal["open", "soft", "discrete"]
 T = TypeVar("T")
@@ -76,7 +77,9 @@ class Trainer:
         n, device, dtype = len(particles), particles.device, particles.rows.dtype
         units, modules = (gating.units, len(gating.scales.modules)) if gating else (0, 0)
         self.step_index = 0
+        self.lane = 8 if device.type == "cuda" else 1  # widths that tensor cores like
         self.keep: Tensor | None = None  # (n, U) bool, once the gates are discrete
+        self.closed: list[tuple[Fold, Tensor]] = []  # padding channels of sliced networks, and the gates that close them
         self.momentum = torch.zeros_like(particles.rows)
         self.prior_scores = torch.zeros_like(particles.rows) if gating else None
         self.scores = torch.zeros_like(particles.rows) if config.likelihood == "gaussian" else None
@@ -110,7 +113,10 @@ class Trainer:
         self.streams = [torch.cuda.Stream(device) for _ in range(n)] if device.type == "cuda" and n > 1 else []
         # one fused kernel on CUDA; its inputs never change shape, so it is compiled once
         self.update = torch.compile(update_rows, dynamic=False) if device.type == "cuda" else update_rows
-        self.capture = Capture(self.step, self.generator, enabled=config.engine != "eager" and device.type == "cuda")
+        self.capture = Capture(
+            self.step, self.generator, enabled=config.engine != "eager" and device.type == "cuda",
+            deterministic=config.deterministic,
+        )  # fmt: skip
 
     # ---- where the run stands
 
@@ -176,24 +182,28 @@ class Trainer:
         gating, particles = self.gating, self.particles
         assert gating is not None
         self.keep = torch.stack([gating.select(row, self.budget, self.target) for row in self.logits])
-        if isinstance(gating, ChannelGating):
-            pairs = zip(particles.networks, self.keep, strict=True)
-            particles.slice([gating.recipe(network, keep) for network, keep in pairs])
         self._freeze_spike()
+        if isinstance(gating, ChannelGating):
+            self._slice(gating)
         self.capture.reset()
+
+    def _slice(self, gating: ChannelGating) -> None:
+        """Train the small networks from here on, their channels padded with closed ones to what the device likes."""
+        assert self.keep is not None
+        padded = [gating.padded(keep, row, self.lane) for keep, row in zip(self.keep, self.logits, strict=True)]
+        pairs = zip(self.particles.networks, padded, strict=True)
+        self.particles.slice([gating.recipe(network, keep) for network, keep in pairs])
+        if self.lane > 1:
+            parts = zip(self.particles.sliced, padded, self.keep, strict=True)
+            self.closed = [gating.closed(part.network, part.recipe, pad, keep) for part, pad, keep in parts]
 
     def _freeze_spike(self) -> None:
         """From here on only the slab moves; what remains of the prior is its Gaussian, a weight decay on the slab."""
         particles, gating = self.particles, self.gating
         assert self.keep is not None and gating is not None
-        if particles.sliced:
-            moving = torch.zeros_like(particles.rows)
-            for row, part in zip(moving, particles.sliced, strict=True):
-                row[part.coordinates] = 1
-        else:
-            moving = torch.ones_like(particles.rows)
-            moving[:, gating.scales.coordinates[:, 0]] = self.keep.to(moving.dtype)
-        self.moving = moving * self.learnable
+        moving = [gating.slab_coordinates(network, particles.layout, keep)
+                  for network, keep in zip(particles.networks, self.keep, strict=True)]  # fmt: skip
+        self.moving = torch.stack(moving).to(self.moving) * self.learnable
         self.momentum *= self.moving
         self.decay = self.config.weight_decay * self._ungated()
 
@@ -245,11 +255,13 @@ class Trainer:
         bf16 = self.config.precision == "bfloat16"
         # cast weights must not be cached: a captured graph would keep the first step's
         with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):
-            if self.gating is None or self.phase == "open" or self.particles.sliced:
-                outputs = network(x)
-            else:
+            weights: dict[str, Tensor] = {}
+            if self.closed:
+                fold, gate = self.closed[i]
+                weights = fold(dict(network.named_parameters()), gate)
+            elif self.gating is not None and self.phase != "open" and not self.particles.sliced:
                 weights = self.gating.weights(dict(network.named_parameters()), z)
-                outputs = functional_call(network, weights, (x,), tie_weights=False)
+            outputs = functional_call(network, weights, (x,), tie_weights=False) if weights else network(x)
         return outputs.float() if bf16 else outputs
 
     def _backward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
@@ -260,43 +272,43 @@ class Trainer:
         ready = self._each(lambda i: self._forward(i, x, leaves[i])) if share else []
         mean = torch.stack([output.detach().softmax(1) for output in ready]).mean(0) if share else None
 
-        def work(i: int) -> tuple[Tensor, Tensor, Tensor]:
+        def work(i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             output = ready[i] if share else self._forward(i, x, leaves[i])
             loss = objective.task_loss(output, y, c.task)
-            if self.gaussian:
-                self._likelihood_scores(i, output, y, leaves[i])
+            through = leaves[i : i + 1] if leaves[i].requires_grad else []
+            extra = self._likelihood_scores(i, output, y, through) if self.gaussian else None
             total = loss if mean is None else (1 - share) * loss + share * objective.twin_loss(output, mean)
-            total.backward()
+            gate = self.particles.differentiate(i, total, *through)
+            gate_gradient = gate[0] if gate and gate[0] is not None else torch.zeros_like(leaves[i])
+            # a likelihood that is the task loss has beta times its gradient: one backward serves both (Section 3)
+            gate_gradient = gate_gradient * (1 + c.beta) if extra is None else gate_gradient - c.beta * extra
             with torch.no_grad():
                 right = (output.argmax(1) == y).double().mean() if c.task == "classification" else loss.new_zeros(())
                 noise = objective.noise_gradient(objective.residuals(output, y, c.task), self.log_d[i])
-            return loss.detach(), right, noise
+            return loss.detach(), right, noise, gate_gradient
 
-        losses, rights, noises = (torch.stack(values) for values in zip(*self._each(work), strict=True))
+        losses, rights, noises, gate_gradients = (torch.stack(v) for v in zip(*self._each(work), strict=True))
         self.statistics[0] += losses
         self.statistics[1] += rights
         self.log_d.grad.copy_(noises).mul_(-c.beta)  # type: ignore[union-attr]
-        # with a shared likelihood its gradient is beta times the task's: one backward serves both (Section 3)
-        scale = 1 if self.gaussian else 1 + c.beta
-        return torch.stack([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad * scale for leaf in leaves])
+        return gate_gradients
 
-    def _likelihood_scores(self, i: int, output: Tensor, y: Tensor, leaf: Tensor) -> None:
-        """Gradients of equation 9 by a vector-Jacobian product of their own: parameters into `scores`, gates into .grad."""
+    def _likelihood_scores(self, i: int, output: Tensor, y: Tensor, through: list[Tensor]) -> Tensor:
+        """Gradients of equation 9 by a vector-Jacobian product of their own: of parameters into `scores`, of gates (U,)."""
         rest = objective.residuals(output, y, self.config.task)
         value = objective.gaussian_log_likelihood(rest, self.log_d[i])
-        named = {k: p for k, p in self.particles.active[i].named_parameters() if p.requires_grad}
-        inputs = [*named.values(), *([leaf] if leaf.requires_grad else [])]
-        found = torch.autograd.grad(value, inputs, retain_graph=True, allow_unused=True)
-        if leaf.requires_grad and found[-1] is not None:
-            leaf.grad = -self.config.beta * found[-1]
         part = self.particles.sliced[i] if self.particles.sliced else None
+        target = torch.zeros_like(part.row) if part else self.scores[i].zero_()  # type: ignore[index]
         layout = part.layout if part else self.particles.layout
-        target = torch.zeros_like(part.row) if part else self.scores[i].zero_()
-        for name, gradient in zip(named, found, strict=False):
+        parameters, views = layout.targets(self.particles.active[i], target)
+        found = torch.autograd.grad(value, [*parameters, *through], retain_graph=True, allow_unused=True)
+        for view, gradient in zip(views, found, strict=False):
             if gradient is not None:
-                layout.segments[name].view(target).copy_(gradient)
+                view.copy_(gradient)
         if part:
-            self.scores[i].zero_().index_copy_(0, part.coordinates, target)
+            self.scores[i].zero_().index_copy_(0, part.coordinates, target)  # type: ignore[index]
+        gate = found[-1] if through else None
+        return torch.zeros_like(self.logits[i]) if gate is None else gate
 
     def _prior(self, z: Tensor, gate_gradient: Tensor) -> Tensor:
         """Slab's pull on the weights, gradients of logits and slab precisions; returns the spike's pull (n, U)."""

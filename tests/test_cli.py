@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -24,70 +22,17 @@ from dllp import options, progress
 from dllp.cli import main
 from dllp.task import new_folder
 from dllp.zoo import build
-
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(dllp.__file__).parents[1])}
-"""For processes: the package as it is tested here, installed or not."""
-FAST = ("--epochs", "2", "--batch-size", "128", "--keep-flops", "0.3")
-NETS = """
-import torch
-from torch import nn
-
-def small():
-    end = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)
-    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), *end)
-
-def large():
-    return nn.Sequential(nn.Conv2d(1, 8, 11), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
-
-def linear():
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-
-def narrow():
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 4))
-
-def text():
-    return "no network"
-
-def broken():
-    raise ValueError("first line\\nsecond line")
-"""
+from tests.commands import ENVIRONMENT, FAST, npy, one_line, settle, short_run
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cli") / "runs" / "first"
-    assert main(["prune", *FAST, "--out", str(folder), "--quiet"]) == 0
-    return folder
+    return short_run(tmp_path_factory.mktemp("cli"))
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current folder with networks of the user's own."""
-    monkeypatch.chdir(tmp_path)
-    name = f"nets_{abs(hash(tmp_path.name))}"
-    (tmp_path / f"{name}.py").write_text(NETS)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return tmp_path
-
-
-def nets(here: Path) -> str:
-    return next(here.glob("nets_*.py")).stem
-
-
-def npy(folder: Path, x: np.ndarray, y: np.ndarray) -> Path:
-    folder.mkdir()
-    for part in ("train", "test"):
-        np.save(folder / f"{part}_x.npy", x)
-        np.save(folder / f"{part}_y.npy", y)
-    return folder
-
-
-def one_line(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    error = capsys.readouterr().err
-    assert error.startswith("dllp: ") and error.endswith("\n") and error.count("\n") == 1, error
-    for word in words:
-        assert word in error, error
-    return error
+def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    return settle(tmp_path, monkeypatch)
 
 
 # ---- runs
@@ -134,8 +79,8 @@ def test_paper_preset_brings_its_own_recipe(tmp_path: Path) -> None:
     assert settings["batch_size"] == 512 and settings["likelihood"] == "gaussian" and settings["epochs"] == 1
 
 
-def test_plain_lines_and_the_table(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["prune", "--model", f"{nets(here)}:small", *FAST, "--validation", "200", "--particles", "1"]) == 0
+def test_plain_lines_and_the_table(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prune", "--model", f"{nets}:small", *FAST, "--validation", "200", "--particles", "1"]) == 0
     out, error = capsys.readouterr()
     assert not error
     assert out.startswith("pruned epoch 1/2 ") and "(target 0.3)" in out
@@ -209,29 +154,6 @@ def test_an_interrupted_replacement_puts_the_old_run_back(tmp_path: Path, monkey
     assert os.listdir(tmp_path) == ["run"]
 
 
-def test_no_space_when_flushing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    def full(handle: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    assert main(["prune", *FAST, "--no-dense", "--quiet", "--out", str(tmp_path / "new" / "run")]) == 2
-    one_line(capsys, "No space left on device")
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("limit", [100, 20_000])
-def test_no_space_in_the_log_or_in_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: int) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        code = main(["prune", *FAST, "--no-dense", "--quiet", "--out", str(tmp_path / "run")])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert code == 2
-    one_line(capsys, "cannot write", "File too large")
-    assert os.listdir(tmp_path) == []
-
-
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dllp", "prune", "--epochs", "500", "--out", "runs/a"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -243,72 +165,6 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     assert first.startswith("pruned epoch 1/500"), error
     assert (process.returncode, error) == (130, "dllp: interrupted, nothing was written\n")
     assert os.listdir(tmp_path) == []
-
-
-# ---- bad input
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("", ["command"]),
-        ("prone", ["prone", "prune"]),
-        ("prune --kep-flops 0.3", ["unknown option --kep-flops", "did you mean --keep-flops"]),
-        ("prune surplus", ["surplus"]),
-        ("prune --epochs", ["--epochs"]),
-        ("prune --epochs many", ["epochs = many", "a whole number"]),
-        ("prune --granularity layer", ["granularity = layer", "channel, weight"]),
-        ("prune --bandwidth wide", ["bandwidth = wide", "median, paper or a number"]),
-        ("prune --keep-flops nan", ["keep_flops = nan"]),
-        ("prune --keep-flops 0", ["keep_flops = 0", "(0, 1]"]),
-        ("prune --keep-flops 1.5", ["keep_flops = 1.5", "(0, 1]"]),
-        ("prune --keep-flops 0.0001", ["0.0001 cannot be reached"]),
-        ("prune --particles 0", ["particles = 0"]),
-        ("prune --device cuda:99", ["cuda:99", "cpu"]),
-        ("prune --model smal_cnn", ["unknown model 'smal_cnn'", "small_cnn"]),
-        ("prune --model vgg16_bn", ["vgg16_bn", "8x8"]),
-        ("prune --model no_such_module:factory", ["no_such_module"]),
-        ("prune --model NETS:missing", ["missing"]),
-        ("prune --model NETS:text", ["gives a str", "torch.nn.Module"]),
-        ("prune --model NETS:broken", ["ValueError: first line"]),
-        ("prune --model NETS:large", ["11"]),
-        ("prune --model NETS:linear", ["no channels that can be pruned"]),
-        ("prune --model NETS:narrow", ["label 9", "out of range for 4 classes"]),
-        ("prune --data nowhere", ["nowhere"]),
-        ("prune --data one", ["at least two"]),
-        ("prune --data bad --model mlp", ["NaN", "example 3"]),
-        ("prune --validation 5000", ["5000"]),
-        ("prune --out file/run", ["file"]),
-        ("prune --config missing.yaml", ["missing.yaml"]),
-        ("prune --config tag.yaml", ["tag.yaml", "not plain YAML"]),
-        ("prune --config list.yaml", ["list.yaml", "no settings"]),
-        ("prune --config unknown.yaml", ["unknown.yaml", "'epoch'", "did you mean epochs"]),
-        ("prune --config kind.yaml", ["kind.yaml", "epochs = soon", "a whole number"]),
-        ("prune --config out.yaml", ["out.yaml", "'out'"]),
-        ("evaluate", ["run folder"]),
-        ("evaluate nowhere", ["nowhere"]),
-    ],
-)
-def test_bad_input_is_one_line(here: Path, capsys: pytest.CaptureFixture[str], words: str, told: list[str]) -> None:
-    (here / "one" / "train" / "only").mkdir(parents=True)
-    (here / "one" / "test" / "only").mkdir(parents=True)
-    for part in ("train", "test"):
-        from PIL import Image
-
-        Image.new("RGB", (8, 8)).save(here / "one" / part / "only" / "a.png")
-    x = np.zeros((6, 4), np.float32)
-    x[3, 1] = np.nan
-    npy(here / "bad", x, np.arange(6) % 2)
-    (here / "file").write_text("")
-    (here / "tag.yaml").write_text("epochs: !!python/object/apply:os.system ['true']\n")
-    (here / "list.yaml").write_text("- epochs\n")
-    (here / "unknown.yaml").write_text("epoch: 3\n")
-    (here / "kind.yaml").write_text("epochs: soon\n")
-    (here / "out.yaml").write_text("out: elsewhere\n")
-    before = sorted(os.listdir(here))
-    assert main(words.replace("NETS", nets(here)).split()) == 2
-    one_line(capsys, "error: ", *told)
-    assert sorted(set(os.listdir(here)) - {"__pycache__"}) == before
 
 
 def test_names_in_files_may_have_dashes_and_exponents(tmp_path: Path) -> None:
@@ -328,74 +184,6 @@ def test_help_and_version(words: list[str], capsys: pytest.CaptureFixture[str]) 
         assert "See --." not in out, "every field of Config is explained in its docstring"
     if words == ["--version"]:
         assert out == f"dllp {dllp.__version__}\n"
-
-
-# ---- evaluate
-
-
-def test_evaluate_prints_what_prune_measured(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", str(run), "--json", str(tmp_path / "a.json")]) == 0
-    assert "all particles" in capsys.readouterr().out
-    assert json.loads((tmp_path / "a.json").read_text()) == json.loads((run / "evaluation.json").read_text())
-
-
-def test_evaluate_corruptions_on_a_subset(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--corrupt", "gaussian-blur:1,2", "sharpen", "noise:0.1", "--subset", "0.5", "--json"]
-    assert main(["evaluate", str(run), *words, str(tmp_path / "a.json")]) == 0
-    out = capsys.readouterr().out
-    assert "180 test examples" in out and "gaussian-blur:2" in out
-    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
-    assert [row["data"] for row in rows[::4]] == ["clean", "gaussian-blur:1", "gaussian-blur:2", "sharpen", "noise:0.1"]
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--corrupt", "fog:1"], ["unknown corruption 'fog'"]),
-        (["--subset", "0"], ["subset", "empty"]),
-        (["--subset", "2"], ["subset"]),
-        (["--data", "wide"], ["(1, 9, 9)", "(1, 8, 8)"]),
-        (["--data", "few"], ["other classes"]),
-        (["--data", "nowhere"], ["nowhere"]),
-        (["--model", "mlp"], ["another network"]),
-        (["--device", "cuda:99"], ["cuda:99"]),
-        (["--json", "file/a.json"], ["a.json", "Not a directory"]),
-    ],
-)
-def test_evaluate_bad_input(
-    run: Path, here: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: list[str]
-) -> None:
-    y = np.arange(20)
-    npy(here / "wide", np.zeros((20, 9, 9), np.uint8), y % 10)
-    npy(here / "few", np.zeros((20, 8, 8), np.uint8), y % 3)
-    (here / "file").write_text("")
-    assert main(["evaluate", str(run), *words]) == 2
-    one_line(capsys, "error: ", *told)
-
-
-def test_other_data_is_normalised_as_in_training(run: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    test = dllp.data.load("digits").test
-    npy(here / "same", test.x[:, 0].numpy(), test.y.numpy())
-    assert main(["evaluate", str(run), "--data", "same", "--json", "a.json"]) == 0
-    rows = json.loads((here / "a.json").read_text())["rows"]
-    assert rows == json.loads((run / "evaluation.json").read_text())["rows"]
-
-
-def test_code_named_by_a_run_is_not_imported_silently(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = f"{nets(here)}:small"
-    assert main(["prune", "--model", model, *FAST, "--particles", "1", "--out", "run", "--quiet"]) == 0
-    assert main(["evaluate", "run"]) == 2
-    one_line(capsys, model, "--model", "--trust-imports")
-    assert main(["evaluate", "run", "--model", model]) == 0
-    assert main(["evaluate", "run", "--trust-imports"]) == 0
-
-
-def test_a_run_saved_from_python_needs_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = dllp.Config(keep_flops=0.5, epochs=1, particles=1, device="cpu")
-    dllp.prune(build("small_cnn", 10, 1), "digits", config).save(tmp_path / "run")
-    assert main(["evaluate", str(tmp_path / "run")]) == 2
-    one_line(capsys, "--data")
-    assert main(["evaluate", str(tmp_path / "run"), "--data", "digits", "--model", "small_cnn"]) == 0
 
 
 # ---- elsewhere
@@ -431,15 +219,15 @@ def test_a_run_loads_elsewhere_without_pickle(run: Path, tmp_path: Path) -> None
     assert torch.equal(there["model"], result.model(x))
 
 
-def test_the_network_works_where_this_package_is_not(here: Path) -> None:
-    model = f"{nets(here)}:small"
+def test_the_network_works_where_this_package_is_not(nets: str, tmp_path: Path) -> None:
+    model = f"{nets}:small"
     assert main(["prune", "--model", model, *FAST, "--particles", "1", "--out", "run", "--quiet"]) == 0
-    sys.path.insert(0, str(here))
-    module = __import__(nets(here))
+    sys.path.insert(0, str(tmp_path))
+    module = __import__(nets)
     result = dllp.load("run", module.small())
     x = torch.randn(4, 1, 8, 8)
-    torch.save(result.model, here / "model.pt")
-    torch.save((x, result.model(x).detach()), here / "pair.pt")
+    torch.save(result.model, tmp_path / "model.pt")
+    torch.save((x, result.model(x).detach()), tmp_path / "pair.pt")
     code = """
         import sys
         sys.modules["dllp"] = None
@@ -450,7 +238,7 @@ def test_the_network_works_where_this_package_is_not(here: Path) -> None:
         assert torch.equal(model(x), expected)
         assert not any(name.startswith("dllp.") for name in sys.modules)
     """
-    python(code, here)
+    python(code, tmp_path)
 
 
 def test_the_library_needs_no_terminal_packages(tmp_path: Path) -> None:

@@ -12,10 +12,14 @@ from torch import nn
 
 import dllp
 from dllp import evaluate, metrics
+from dllp.cli import main
 from dllp.data import ArrayData
 from dllp.data.corruptions import parse
 from dllp.posterior import Posterior
+from dllp.zoo import build
+from tests.commands import FAST, npy, one_line, settle, short_run
 
+Capture = pytest.CaptureFixture[str]
 DISK = {"dense": 1000, "particle 1": 100, "particle 2": 200}
 
 
@@ -111,3 +115,56 @@ def test_data_that_does_not_fit(run: dllp.Result, data: ArrayData, words: str) -
     with pytest.raises(dllp.DataError, match=words):
         evaluate.table(run, data)
     assert {p.device.type for p in run.model.parameters()} == {"cpu"}
+
+
+# ---- the command
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return short_run(tmp_path_factory.mktemp("cli"))
+
+
+@pytest.fixture
+def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    return settle(tmp_path, monkeypatch)
+
+
+def test_the_command_prints_what_prune_measured(finished: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert main(["evaluate", str(finished), "--json", str(tmp_path / "a.json")]) == 0
+    assert "all particles" in capsys.readouterr().out
+    assert json.loads((tmp_path / "a.json").read_text()) == json.loads((finished / "evaluation.json").read_text())
+
+
+def test_evaluate_corruptions_on_a_subset(finished: Path, tmp_path: Path, capsys: Capture) -> None:
+    words = ["--corrupt", "gaussian-blur:1,2", "sharpen", "noise:0.1", "--subset", "0.5", "--json"]
+    assert main(["evaluate", str(finished), *words, str(tmp_path / "a.json")]) == 0
+    out = capsys.readouterr().out
+    assert "180 test examples" in out and "gaussian-blur:2" in out
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert [row["data"] for row in rows[::4]] == ["clean", "gaussian-blur:1", "gaussian-blur:2", "sharpen", "noise:0.1"]
+
+
+def test_other_data_is_normalised_as_in_training(finished: Path, nets: str, tmp_path: Path, capsys: Capture) -> None:
+    test = dllp.data.load("digits").test
+    npy(tmp_path / "same", test.x[:, 0].numpy(), test.y.numpy())
+    assert main(["evaluate", str(finished), "--data", "same", "--json", "a.json"]) == 0
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert rows == json.loads((finished / "evaluation.json").read_text())["rows"]
+
+
+def test_code_named_by_a_run_is_not_imported_silently(nets: str, tmp_path: Path, capsys: Capture) -> None:
+    model = f"{nets}:small"
+    assert main(["prune", "--model", model, *FAST, "--particles", "1", "--out", "run", "--quiet"]) == 0
+    assert main(["evaluate", "run"]) == 2
+    one_line(capsys, model, "--model", "--trust-imports")
+    assert main(["evaluate", "run", "--model", model]) == 0
+    assert main(["evaluate", "run", "--trust-imports"]) == 0
+
+
+def test_a_run_saved_from_python_needs_names(tmp_path: Path, capsys: Capture) -> None:
+    config = dllp.Config(keep_flops=0.5, epochs=1, particles=1, device="cpu")
+    dllp.prune(build("small_cnn", 10, 1), "digits", config).save(tmp_path / "run")
+    assert main(["evaluate", str(tmp_path / "run")]) == 2
+    one_line(capsys, "--data")
+    assert main(["evaluate", str(tmp_path / "run"), "--data", "digits", "--model", "small_cnn"]) == 0

@@ -1,0 +1,140 @@
+"""Bad input: one line on standard error, exit code 2, nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dllp.cli import main
+from tests.commands import FAST, npy, one_line, settle, short_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return short_run(tmp_path_factory.mktemp("cli"))
+
+
+@pytest.fixture
+def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    return settle(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("", ["command"]),
+        ("prone", ["prone", "prune"]),
+        ("prune --kep-flops 0.3", ["unknown option --kep-flops", "did you mean --keep-flops"]),
+        ("prune surplus", ["surplus"]),
+        ("prune --epochs", ["--epochs"]),
+        ("prune --epochs many", ["epochs = many", "a whole number"]),
+        ("prune --granularity layer", ["granularity = layer", "channel, weight"]),
+        ("prune --bandwidth wide", ["bandwidth = wide", "median, paper or a number"]),
+        ("prune --keep-flops nan", ["keep_flops = nan"]),
+        ("prune --keep-flops 0", ["keep_flops = 0", "(0, 1]"]),
+        ("prune --keep-flops 1.5", ["keep_flops = 1.5", "(0, 1]"]),
+        ("prune --keep-flops 0.0001", ["0.0001 cannot be reached"]),
+        ("prune --particles 0", ["particles = 0"]),
+        ("prune --device cuda:99", ["cuda:99", "cpu"]),
+        ("prune --model smal_cnn", ["unknown model 'smal_cnn'", "small_cnn"]),
+        ("prune --model vgg16_bn", ["vgg16_bn", "8x8"]),
+        ("prune --model no_such_module:factory", ["no_such_module"]),
+        ("prune --model NETS:missing", ["missing"]),
+        ("prune --model NETS:text", ["gives a str", "torch.nn.Module"]),
+        ("prune --model NETS:broken", ["ValueError: first line"]),
+        ("prune --model NETS:large", ["11"]),
+        ("prune --model NETS:linear", ["no channels that can be pruned"]),
+        ("prune --model NETS:narrow", ["label 9", "out of range for 4 classes"]),
+        ("prune --data nowhere", ["nowhere"]),
+        ("prune --data one", ["at least two"]),
+        ("prune --data bad --model mlp", ["NaN", "example 3"]),
+        ("prune --task regression", ["task = regression", "torch.int64"]),
+        ("prune --data table --model mlp --task classification", ["task = classification", "torch.float32"]),
+        ("prune --data table --model NETS:wide", ["7 outputs", "2 targets"]),
+        ("prune --validation 5000", ["5000"]),
+        ("prune --out file/run", ["file"]),
+        ("prune --config missing.yaml", ["missing.yaml"]),
+        ("prune --config tag.yaml", ["tag.yaml", "not plain YAML"]),
+        ("prune --config list.yaml", ["list.yaml", "no settings"]),
+        ("prune --config unknown.yaml", ["unknown.yaml", "'epoch'", "did you mean epochs"]),
+        ("prune --config kind.yaml", ["kind.yaml", "epochs = soon", "a whole number"]),
+        ("prune --config out.yaml", ["out.yaml", "'out'"]),
+        ("evaluate", ["run folder"]),
+        ("evaluate nowhere", ["nowhere"]),
+    ],
+)
+def test_bad_input_is_one_line(
+    nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, told: list[str]
+) -> None:
+    (tmp_path / "one" / "train" / "only").mkdir(parents=True)
+    (tmp_path / "one" / "test" / "only").mkdir(parents=True)
+    for part in ("train", "test"):
+        Image.new("RGB", (8, 8)).save(tmp_path / "one" / part / "only" / "a.png")
+    x = np.zeros((6, 4), np.float32)
+    x[3, 1] = np.nan
+    npy(tmp_path / "bad", x, np.arange(6) % 2)
+    npy(tmp_path / "table", np.zeros((6, 4), np.float32), np.zeros((6, 2), np.float32))
+    (tmp_path / "file").write_text("")
+    (tmp_path / "tag.yaml").write_text("epochs: !!python/object/apply:os.system ['true']\n")
+    (tmp_path / "list.yaml").write_text("- epochs\n")
+    (tmp_path / "unknown.yaml").write_text("epoch: 3\n")
+    (tmp_path / "kind.yaml").write_text("epochs: soon\n")
+    (tmp_path / "out.yaml").write_text("out: elsewhere\n")
+    before = sorted(os.listdir(tmp_path))
+    assert main(words.replace("NETS", nets).split()) == 2
+    one_line(capsys, "error: ", *told)
+    assert sorted(set(os.listdir(tmp_path)) - {"__pycache__"}) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--corrupt", "fog:1"], ["unknown corruption 'fog'"]),
+        (["--subset", "0"], ["subset", "empty"]),
+        (["--subset", "2"], ["subset"]),
+        (["--data", "wide"], ["(1, 9, 9)", "(1, 8, 8)"]),
+        (["--data", "few"], ["other classes"]),
+        (["--data", "nowhere"], ["nowhere"]),
+        (["--model", "mlp"], ["another network"]),
+        (["--device", "cuda:99"], ["cuda:99"]),
+        (["--json", "file/a.json"], ["a.json", "Not a directory"]),
+    ],
+)
+def test_evaluate_bad_input(
+    run: Path, nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: list[str]
+) -> None:
+    y = np.arange(20)
+    npy(tmp_path / "wide", np.zeros((20, 9, 9), np.uint8), y % 10)
+    npy(tmp_path / "few", np.zeros((20, 8, 8), np.uint8), y % 3)
+    (tmp_path / "file").write_text("")
+    assert main(["evaluate", str(run), *words]) == 2
+    one_line(capsys, "error: ", *told)
+
+
+def test_no_space_when_flushing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert main(["prune", *FAST, "--no-dense", "--quiet", "--out", str(tmp_path / "new" / "run")]) == 2
+    one_line(capsys, "No space left on device")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("limit", [100, 20_000])
+def test_no_space_in_the_log_or_in_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: int) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        code = main(["prune", *FAST, "--no-dense", "--quiet", "--out", str(tmp_path / "run")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 2
+    one_line(capsys, "cannot write", "File too large")
+    assert os.listdir(tmp_path) == []

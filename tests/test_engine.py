@@ -1,0 +1,173 @@
+"""One step at a time: eager on the CPU, and captured graphs that must tell the same story on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dllp
+from dllp import zoo
+from dllp.api import make_gating
+from dllp.config import Config
+from dllp.engine import WARMUP, Capture
+from dllp.particles import Particles
+from dllp.structure import discover
+from dllp.train import Trainer
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Counter:
+    """Counts steps and remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, x: Tensor, y: Tensor) -> None:
+        self.seen.append((x, y))
+
+
+def test_disabled_capture_is_the_step_itself() -> None:
+    step, x, y = Counter(), torch.randn(2, 3), torch.arange(2)
+    capture = Capture(step, torch.Generator(), enabled=False)
+    for key in ("open", "open", "soft", "discrete", "discrete"):
+        capture(x, y, key=key)
+    assert len(step.seen) == 5 and all(a is x and b is y for a, b in step.seen)
+    assert capture.state == "eager" and not capture.graphs
+    capture.reset()
+    capture(x, y, key="open")
+    assert len(step.seen) == 6 and capture.state == "eager"
+
+
+def test_errors_of_an_eager_step_pass_through() -> None:
+    def broken(x: Tensor, y: Tensor) -> None:
+        raise RuntimeError("a bug in the network")
+
+    with pytest.raises(RuntimeError, match="a bug in the network"):
+        Capture(broken, torch.Generator(), enabled=False)(torch.zeros(1), torch.zeros(1), key="open")
+
+
+@pytest.mark.parametrize("engine", ["auto", "eager", "graph"])
+def test_every_engine_runs_eagerly_on_a_cpu(engine: str) -> None:
+    x, y = torch.randn(24, 4), torch.arange(24) % 3
+    config = Config(
+        engine=engine, device="cpu", epochs=2, batch_size=8, keep_flops=0.6, warmup=0,  # type: ignore[arg-type]
+    )  # fmt: skip
+    model = nn.Sequential(nn.Linear(4, 12), nn.ReLU(), nn.Linear(12, 3))
+    assert {record["engine"] for record in dllp.prune(model, (x, y), config).history} == {"eager"}
+
+
+# ---- on a GPU
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 products in float32, and kernels that add in a fixed order."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+
+
+STEPS = 24
+
+
+def train(engine: str, **changes: object) -> tuple[Trainer, list[Tensor]]:
+    """24 steps of ResNet-20 through all three phases; the rows after every step, on the CPU."""
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    model = zoo.build("resnet20", num_classes=10)
+    values: dict[str, object] = dict(
+        engine=engine, device="cuda", epochs=1, batch_size=32, keep_flops=0.5, lr=0.02, warmup=0, open_until=0.3,
+        ramp_until=0.5, discrete_at=0.65, lr_gates=0.1, init="fresh",
+    )  # fmt: skip
+    config = Config(**(values | changes)).resolved()  # type: ignore[arg-type]
+    particles = Particles.start(model, config, device)
+    gating = make_gating(model, discover(model, torch.randn(2, 3, 32, 32)), particles, config, None)
+    trainer = Trainer(particles, gating, config, num_data=1000, steps_per_epoch=STEPS)
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        (
+            torch.randn(32, 3, 32, 32, generator=generator).to(device, memory_format=torch.channels_last),
+            torch.randint(10, (32,), generator=generator).to(device),
+        )
+        for _ in range(STEPS)
+    ]
+
+    class Source:
+        steps = STEPS
+
+        def epoch(self, epoch: int, start_step: int = 0):  # noqa: ANN202
+            yield from batches[start_step:]
+
+    rows: list[Tensor] = []
+    trainer.run(Source(), on_step=lambda t: rows.append(t.particles.rows.cpu()))
+    return trainer, rows
+
+
+@cuda
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
+def test_graphs_and_eager_steps_agree(exact: None, likelihood: str) -> None:
+    """Relative difference of the rows below 1e-3 after every step, through capture, slicing and capture again."""
+    eager, expected = train("eager", likelihood=likelihood)
+    graph, found = train("graph", likelihood=likelihood)
+    assert eager.capture.state == "eager" and graph.capture.state == "graph"
+    assert graph.capture.graphs, "each phase has more than WARMUP steps, so the last one must be captured"
+    assert STEPS * 0.3 > WARMUP
+    assert graph.keep is not None and eager.keep is not None and torch.equal(graph.keep, eager.keep)
+    for step, (a, b) in enumerate(zip(expected, found, strict=True)):
+        assert torch.isfinite(b).all()
+        assert float((a - b).norm() / a.norm()) < 1e-3, f"step {step}"
+    torch.testing.assert_close(graph.logits, eager.logits, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(graph.log_slab, eager.log_slab, rtol=1e-3, atol=1e-3)
+    # the noise must be drawn anew at every replay, not frozen into the graph
+    assert torch.equal(graph.generator.get_state(), eager.generator.get_state())
+
+
+@cuda
+@pytest.mark.filterwarnings("default")
+def test_a_seed_fixes_a_graph_run(exact: None) -> None:
+    """Deterministic kernels, the same seed: rows of two runs differ by less than 1e-6, relatively."""
+    _, first = train("graph")
+    _, second = train("graph")
+    assert float((first[-1] - second[-1]).norm() / first[-1].norm()) < 1e-6
+
+
+@cuda
+@pytest.mark.filterwarnings("default")
+def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why() -> None:
+    """Reading a value back to the host is forbidden during capture; no step may be lost or done twice."""
+    total = torch.zeros(1, device="cuda")
+
+    def step(x: Tensor, y: Tensor) -> None:
+        if float(x.sum()) > -1:
+            total.add_(1)
+
+    capture = Capture(step, torch.Generator("cuda"), enabled=True)
+    x, y = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
+    for _ in range(WARMUP + 4):
+        capture(x, y, key="open")
+    torch.cuda.synchronize()
+    assert capture.state.startswith("eager (") and float(total) == WARMUP + 4
+
+
+@cuda
+def test_replays_read_new_batches_and_new_noise() -> None:
+    total, noise = torch.zeros(4, device="cuda"), torch.zeros(4, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        total.add_(x)
+        noise.copy_(torch.rand(4, generator=generator, device="cuda"))
+
+    capture = Capture(step, generator, enabled=True)
+    y, seen = torch.zeros(4, device="cuda"), []
+    for i in range(WARMUP + 5):
+        capture(torch.full((4,), float(i), device="cuda"), y, key="soft")
+        seen.append(noise.tolist())
+    assert capture.state == "graph"
+    assert total.tolist() == [sum(range(WARMUP + 5))] * 4
+    assert len({tuple(values) for values in seen}) == WARMUP + 5

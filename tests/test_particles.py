@@ -1,0 +1,358 @@
+"""Rows are the networks' memory; sliced networks compute what the gated ones do, forward and backward."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+
+import networks
+import pytest
+import torch
+from test_slicing import random_keep, scrambled
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
+
+from dllp.config import Config
+from dllp.errors import StructureError
+from dllp.particles import ALIGN, Layout, Particles, jitter
+from dllp.slicing import Fold, Group, cut, recipe
+from dllp.structure import discover
+
+both_layouts = pytest.mark.parametrize("channels_last", [False, True])
+
+
+def batch(family: networks.Family, seed: int = 0) -> Tensor:
+    """Four inputs in float64 (or four sequences of tokens)."""
+    example, generator = family.example(), torch.Generator().manual_seed(seed)
+    if not example.is_floating_point():
+        return torch.randint(0, 11, (4, *example.shape[1:]), generator=generator)
+    return torch.randn(4, *example.shape[1:], generator=generator, dtype=torch.float64)
+
+
+def loss(output: object) -> Tensor:
+    """A number that depends on every output, in another way on each."""
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    total = leaves[0].new_zeros(())
+    for leaf in leaves:
+        weight = torch.linspace(-1, 2, leaf.numel(), dtype=leaf.dtype).view(leaf.shape)
+        total = total + (weight * leaf + 0.1 * leaf.square()).sum()
+    return total
+
+
+def pair(name: str, channels_last: bool = False) -> tuple[Particles, tuple[Group, ...]]:
+    """Two different float64 particles of a family in training mode, and the groups of the family."""
+    family = networks.FAMILIES[name]
+    made = [scrambled(family.build()).train() for _ in range(2)]
+    example = family.example()
+    groups = discover(made[0], example.double() if example.is_floating_point() else example).groups
+    return Particles(made, channels_last=channels_last), groups
+
+
+def sliced(name: str, channels_last: bool = False) -> tuple[Particles, tuple[Group, ...], list[Tensor]]:
+    """The same after the gates are decided, differently for each particle; and the decisions (U,) of each."""
+    particles, groups = pair(name, channels_last)
+    keeps = [random_keep(groups, seed) for seed in (1, 2)]
+    particles.slice([recipe(m, groups, keep) for m, keep in zip(particles.networks, keeps, strict=True)])
+    return particles, groups, keeps
+
+
+def is_padding(layout: Layout) -> Tensor:
+    """(P,) bool: elements that belong to no parameter."""
+    mask = torch.ones(layout.size, dtype=torch.bool)
+    for segment in layout.segments.values():
+        segment.view(mask).fill_(False)
+    return mask
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------
+
+
+@both_layouts
+@pytest.mark.parametrize("name", ["resnet", "transposed", "volume", "transformer", "scaled"])
+def test_rows_are_the_parameters(name: str, channels_last: bool) -> None:
+    models = [networks.FAMILIES[name].build() for _ in range(3)]
+    before = copy.deepcopy(models)
+    particles = Particles(models, channels_last=channels_last)
+    assert len(particles) == 3 and particles.active == particles.networks == models and particles.intact()
+    start = particles.rows.untyped_storage().data_ptr()
+    for i, (model, old) in enumerate(zip(models, before, strict=True)):
+        for (key, new), value in zip(model.named_parameters(), old.parameters(), strict=True):
+            assert torch.equal(new, value) and new.untyped_storage().data_ptr() == start and new.is_leaf
+            assert torch.equal(particles.layout.segments[key].view(particles.rows[i]), value)
+            assert new.grad is not None and new.grad.stride() == new.stride()
+            if new.dim() == 4 and channels_last:
+                assert new.is_contiguous(memory_format=torch.channels_last)
+            else:
+                assert new.is_contiguous()
+    particles.rows[1] = 0
+    assert all(not p.any() for p in models[1].parameters())
+    assert all(torch.equal(a, b) for a, b in zip(models[2].parameters(), before[2].parameters(), strict=True))
+
+
+def test_layout() -> None:
+    model = networks.resnet()
+    layout = Layout(model)
+    end = 0
+    for name, parameter in model.named_parameters():
+        segment = layout.segments[name]
+        assert segment.offset == -(-end // ALIGN) * ALIGN and segment.shape == parameter.shape
+        end = segment.offset + parameter.numel()
+    assert layout.size % ALIGN == 0 and end <= layout.spare == layout.size - 1
+    modules = [m for m in model.modules() if list(m.parameters(recurse=False))]
+    assert sum(layout.blocks) == layout.size and len(layout.blocks) == len(modules) + 1
+    assert is_padding(layout)[layout.spare]
+    assert layout.learnable(model).sum() == sum(p.numel() for p in model.parameters())
+
+
+@both_layouts
+def test_autograd_accumulates_into_the_rows(channels_last: bool) -> None:
+    family = networks.FAMILIES["resnet"]
+    models = [scrambled(networks.resnet()).train() for _ in range(2)]
+    for model in models:
+        model.features[0][0].weight.requires_grad_(False)
+        model.fc.bias.requires_grad_(False)
+    plain = copy.deepcopy(models)
+    particles = Particles(models, channels_last=channels_last)
+    for network in (*models, *plain):
+        for seed in range(2):
+            loss(network(batch(family, seed))).backward()
+    assert particles.intact()
+    for model, old, gradient in zip(models, plain, particles.gradients, strict=True):
+        for (name, new), value in zip(model.named_parameters(), old.parameters(), strict=True):
+            found = particles.layout.segments[name].view(gradient)
+            if value.requires_grad:
+                assert value.grad is not None and bool(value.grad.any())
+                torch.testing.assert_close(found, value.grad, rtol=1e-10, atol=1e-10)
+            else:
+                assert new.grad is None and not found.any()
+    learnable, padding = particles.layout.learnable(models[0]), is_padding(particles.layout)
+    assert not particles.gradients[:, ~learnable].any()
+    assert not particles.rows[:, padding].any() and not (learnable & padding).any()
+    particles.begin_step()
+    assert not particles.gradients.any() and particles.intact()
+
+
+def zero_grad(network: nn.Module) -> None:
+    network.zero_grad()
+
+
+def assign(network: nn.Module) -> None:
+    network.load_state_dict(copy.deepcopy(network.state_dict()), assign=True)
+
+
+def change_format(network: nn.Module) -> None:
+    network.to(memory_format=torch.channels_last)
+
+
+def change_dtype(network: nn.Module) -> None:
+    network.half()
+
+
+@pytest.mark.parametrize("spoil", [zero_grad, assign, change_format, change_dtype])
+@pytest.mark.parametrize("which", ["full", "small"])
+def test_dropped_views_are_noticed(spoil: object, which: str) -> None:
+    particles, _, _ = sliced("chain")
+    for network in (*particles.networks, *particles.active):
+        network.zero_grad(set_to_none=False)
+        network.load_state_dict(copy.deepcopy(network.state_dict()))
+    assert particles.intact()
+    spoil((particles.networks if which == "full" else particles.active)[1])  # type: ignore[operator]
+    assert not particles.intact()
+
+
+def test_empty_and_shared_parameters() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    model.register_parameter("nothing", nn.Parameter(torch.zeros(0, 3)))
+    particles = Particles([model])
+    assert particles.intact() and model[1].weight is model[0].weight
+    assert set(particles.layout.segments) == {"nothing", "0.weight", "0.bias", "1.bias"}
+    model(torch.ones(1, 4)).sum().backward()
+    assert particles.intact() and bool(particles.gradients.any())
+
+
+def test_networks_without_one_kind_of_parameters() -> None:
+    with pytest.raises(StructureError, match="no parameters"):
+        Particles([nn.Sequential(nn.ReLU())])
+    with pytest.raises(StructureError, match=r"dtypes.*\.to\("):
+        Particles([nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())])
+
+
+# --- starting points ----------------------------------------------------------------------------------------------
+
+
+def test_jitter_is_relative_to_each_tensor() -> None:
+    model = nn.Sequential(nn.Linear(100, 200), nn.Linear(200, 100), nn.BatchNorm1d(100), nn.PReLU())
+    with torch.no_grad():
+        model[1].weight.mul_(50)
+    model[1].bias.requires_grad_(False)
+    before = copy.deepcopy(model)
+    random = torch.get_rng_state()
+    jitter(model, 0.1, seed=3)
+    assert torch.equal(torch.get_rng_state(), random)
+    moved = {k: (p - q).detach() for (k, p), q in zip(model.named_parameters(), before.parameters(), strict=True)}
+    for name in ("0.weight", "1.weight"):
+        assert float(moved[name].std() / before.get_parameter(name).detach().std()) == pytest.approx(0.1, rel=0.05)
+        assert abs(float(moved[name].mean() / moved[name].std())) < 0.03
+    # a constant tensor has no spread of its own, a single number neither; frozen ones stay where they are
+    assert not any(bool(moved[name].any()) for name in ("1.bias", "2.weight", "2.bias", "3.weight"))
+    again = copy.deepcopy(before)
+    jitter(again, 0.1, seed=3)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+    jitter(again, 0.0, seed=4)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("init", ["given", "fresh"])
+def test_start(init: str) -> None:
+    model = networks.chain().eval()
+    model.fc.bias.requires_grad_(False)
+    before, random = copy.deepcopy(model), torch.get_rng_state()
+    config, cpu = Config(particles=3, init=init, seed=5), torch.device("cpu")  # type: ignore[arg-type]
+    particles = Particles.start(model, config, cpu)
+    again, other = Particles.start(model, config, cpu), Particles.start(model, replace(config, seed=6), cpu)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not model.training and all(network.training for network in particles.networks)
+    for a, b in zip(model.state_dict().values(), before.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(particles.rows, again.rows) and not torch.equal(particles.rows[1:], other.rows[1:])
+    assert not particles.networks[2].fc.bias.requires_grad and not particles.channels_last
+    weight = particles.layout.segments["features.2.0.weight"]
+    values = torch.stack([weight.view(row) for row in particles.rows])
+    assert len({tuple(v.flatten().tolist()) for v in values}) == 3
+    given = model.features[2][0].weight.detach()
+    if init == "given":
+        assert torch.equal(values[0], given)
+        ratio = (values[1:] - given).std(dim=(1, 2, 3, 4)) / given.std()
+        assert ratio.tolist() == pytest.approx([0.1, 0.1], rel=0.1)
+    else:
+        assert values.std(dim=(1, 2, 3, 4)).tolist() == pytest.approx([math.sqrt(2 / (12 * 9))] * 3, rel=0.1)
+        flat = torch.cat([values.flatten(1), given.flatten()[None]])
+        assert float((torch.corrcoef(flat) - torch.eye(4)).abs().max()) < 0.15
+
+
+# --- slicing ------------------------------------------------------------------------------------------------------
+
+
+@both_layouts
+@pytest.mark.parametrize("name", networks.FAMILIES)
+def test_sliced_equals_gated(name: str, channels_last: bool) -> None:
+    particles, groups, keeps = sliced(name, channels_last)
+    x = batch(networks.FAMILIES[name])
+    generator = torch.Generator().manual_seed(9)
+    for _ in range(2):  # as they were sliced, and after the full rows have moved
+        particles.begin_step()
+        for network in particles.active:
+            loss(network(x)).backward()
+        particles.collect_gradients()
+        assert particles.intact()
+        for i, keep in enumerate(keeps):
+            model, small = copy.deepcopy(particles.networks[i]), copy.deepcopy(particles.active[i])
+            parameters = {k: p.detach().clone().requires_grad_() for k, p in model.named_parameters()}
+            weights = Fold(model, groups)(parameters, keep.double())
+            expected = functional_call(model, {**parameters, **weights}, (x,))
+            torch.testing.assert_close(small(x), expected, rtol=1e-10, atol=1e-10)
+            found = torch.autograd.grad(loss(expected), list(parameters.values()), allow_unused=True)
+            wanted = torch.zeros_like(particles.rows[i])
+            for key, gradient in zip(parameters, found, strict=True):
+                if gradient is not None:
+                    particles.layout.segments[key].view(wanted).copy_(gradient)
+            scale = float(wanted.abs().max())
+            torch.testing.assert_close(particles.gradients[i], wanted, rtol=0, atol=1e-10 * max(scale, 1))
+            gone = torch.ones(particles.layout.size, dtype=torch.bool)
+            gone[particles.sliced[i].coordinates] = False
+            gone[particles.layout.spare] = True
+            assert not particles.gradients[i, gone].any() and bool(particles.gradients[i, ~gone].any())
+        with torch.no_grad():
+            noise = 0.1 * torch.randn(particles.rows.shape, generator=generator, dtype=torch.float64)
+            particles.rows.add_(noise).mul_(~is_padding(particles.layout))
+
+
+def test_coordinates_are_one_to_one_and_padding_stays_zero() -> None:
+    particles, _, _ = sliced("grouped", channels_last=True)
+    for part in particles.sliced:
+        padding = is_padding(part.layout)
+        real = part.coordinates[~padding]
+        assert len(real.unique()) == len(real) == sum(p.numel() for p in part.network.parameters())
+        assert bool((part.coordinates[padding] == particles.layout.spare).all())
+        assert not is_padding(particles.layout)[real].any()
+        part.gradient.fill_(1)
+    particles.collect_gradients()
+    for gradient, part in zip(particles.gradients, particles.sliced, strict=True):
+        assert not gradient[is_padding(particles.layout)].any()
+        assert gradient.sum() == sum(p.numel() for p in part.network.parameters())
+    particles.begin_step()
+    for part in particles.sliced:
+        assert not part.gradient.any() and not part.row[is_padding(part.layout)].any()
+
+
+def test_frozen_parameters_stay_frozen_when_sliced() -> None:
+    family = networks.FAMILIES["chain"]
+    models = [scrambled(networks.chain()).train()]
+    models[0].features[2][0].weight.requires_grad_(False)
+    groups = discover(models[0], batch(family)).groups
+    particles = Particles(models)
+    particles.slice([recipe(models[0], groups, random_keep(groups, 1))])
+    loss(particles.active[0](batch(family))).backward()
+    particles.collect_gradients()
+    assert particles.intact() and particles.active[0].features[2][0].weight.grad is None
+    segment = particles.layout.segments["features.2.0.weight"]
+    assert not segment.view(particles.gradients[0]).any() and bool(particles.gradients.any())
+
+
+@both_layouts
+@pytest.mark.parametrize("name", ["resnet", "sequence", "dense", "transposed", "mlp"])
+def test_finish_brings_statistics_home(name: str, channels_last: bool) -> None:
+    particles, _, _ = sliced(name, channels_last)
+    before = [{k: b.clone() for k, b in m.named_buffers()} for m in particles.networks]
+    for seed in range(3):
+        for network in particles.active:
+            network(batch(networks.FAMILIES[name], seed))
+    particles.rows.mul_(1.5)
+    rows = particles.rows.clone()
+    particles.finish()
+    assert torch.equal(particles.rows, rows) and particles.intact()
+    for model, part, old in zip(particles.networks, particles.sliced, before, strict=True):
+        expected = cut(model, part.recipe).state_dict()
+        assert list(expected) == list(part.network.state_dict())
+        assert all(torch.equal(v, expected[k]) for k, v in part.network.state_dict().items())
+        for module_name, module in model.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                assert int(module.num_batches_tracked) == int(old[f"{module_name}.num_batches_tracked"]) + 3
+                kept = part.recipe.get(module_name, {}).get("out", list(range(module.num_features)))
+                for key in ("running_mean", "running_var"):
+                    changed = getattr(module, key) != old[f"{module_name}.{key}"]
+                    assert changed.nonzero().flatten().tolist() == kept
+
+
+class Buffers(nn.Module):
+    """Buffers that are not running statistics: a mask, bytes, and one in channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 5, 3)
+        self.register_buffer("mask", torch.rand(8, 40) > 0.5)
+        self.register_buffer("bytes", torch.arange(300).to(torch.uint8))
+        picture = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+        self.register_buffer("picture", picture, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.conv(x)).mean((2, 3))
+
+
+def test_other_buffers_survive() -> None:
+    model = Buffers()
+    groups = discover(model, networks.images()).groups
+    particles = Particles([model])
+    particles.slice([recipe(model, groups, random_keep(groups, 1))])
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    particles.finish()
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    small = particles.active[0]
+    small.mask.logical_not_()
+    small.picture.mul_(2)
+    particles.finish()
+    assert torch.equal(model.mask, ~before["mask"]) and torch.equal(model.picture, 2 * before["picture"])
