@@ -75,11 +75,15 @@ class Result:
         """M_0, the first particle in its full shape."""
         return self.slabs[0].reference
 
-    def save(self, folder: str | Path) -> Path:
-        """Write the run into a folder that holds no other run; returns the folder."""
+    def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
+        """Write the run into a new or empty folder, whole or not at all; `overwrite` replaces a run. Returns it."""
         folder = Path(folder)
-        if (folder / artifacts.RUN).exists():
-            raise ArtifactError(f"{folder} already holds a run: choose another folder or remove it first")
+        with artifacts.new_folder(folder, overwrite) as temporary:
+            self.write(temporary)
+        return folder
+
+    def write(self, folder: Path) -> None:
+        """The files of a run, into a folder that the caller puts in place."""
         for i, slab in enumerate(self.slabs):
             artifacts.write_network(folder / f"particle-{i}.safetensors", slab.network, slab.gated)
             artifacts.write_network(folder / f"reference-{i}.safetensors", slab.reference)
@@ -97,7 +101,6 @@ class Result:
             "info": self.info,
         }
         artifacts.write_json(folder / artifacts.RUN, run)
-        return folder
 
 
 def prune(

@@ -5,8 +5,7 @@
     particle-K.safetensors    M_p of particle K; single pruned weights are stored as positions and values
     reference-K.safetensors   M_0 of particle K
 
-Every file is written to a temporary name, flushed and renamed, so a folder never holds half a file, and a folder
-without run.json is not a finished run.
+Every file is written to a temporary name, flushed and renamed, and so is the folder: what has the name is whole.
 """
 
 from __future__ import annotations
@@ -14,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +139,59 @@ def read_run(folder: Path) -> dict[str, Any]:
 def network_bytes(folder: Path, particle: int) -> int:
     """Size on disk of one extracted network."""
     return (folder / f"particle-{particle}.safetensors").stat().st_size
+
+
+# ---- the folder as a whole
+
+
+def check_free(folder: Path, overwrite: bool = False) -> None:
+    """Raise unless a run may be written there; only a run folder or an empty one is ever replaced."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ArtifactError(f"{folder} is a file: give a folder for the run")
+    if (folder / RUN).exists():
+        if not overwrite:
+            raise ArtifactError(f"{folder} already holds a run: choose another folder, or replace it (--overwrite)")
+    elif any(folder.iterdir()):
+        raise ArtifactError(f"{folder} holds other files: choose another folder for the run")
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary folder beside `folder` that takes its place when the block ends well, and is gone otherwise."""
+    check_free(folder, overwrite)
+    folder = folder.absolute()
+    made = [parent for parent in folder.parents if not parent.exists()]
+    replaced: Path | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise ArtifactError(f"cannot write to {folder.parent}: {error.strerror}") from None
+    try:
+        temporary.chmod(0o777 & ~_umask())  # mkdtemp makes it private
+        yield temporary
+        check_free(folder, overwrite)
+        if folder.exists():
+            replaced = temporary.with_name(temporary.name + "-old")
+            os.rename(folder, replaced)
+        os.rename(temporary, folder)
+    except BaseException as error:
+        if replaced is not None and replaced.exists() and not folder.exists():
+            os.rename(replaced, folder)
+        shutil.rmtree(temporary, ignore_errors=True)
+        for parent in made:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        if isinstance(error, OSError):
+            raise ArtifactError(f"cannot write {folder}: {error.strerror}; free some space or choose another") from None
+        raise
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

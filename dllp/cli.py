@@ -15,19 +15,7 @@ from dllp import api, artifacts, evaluate, options, progress
 from dllp.data.corruptions import parse as parse_corruption
 from dllp.errors import ConfigError, DllpError
 from dllp.posterior import Posterior
-from dllp.task import (
-    DENSE_FILE,
-    EVALUATION,
-    LOG,
-    SETTINGS,
-    Task,
-    as_trained,
-    check_free,
-    describe,
-    disk,
-    new_folder,
-    subset,
-)
+from dllp.task import DENSE_FILE, EVALUATION, LOG, SETTINGS, Task, as_trained, describe, disk, subset
 from dllp.train import EpochRecord
 
 
@@ -61,12 +49,12 @@ def _prune(given: dict[str, Any]) -> None:
     task = Task(**{name: values.pop(name) for name in options.TASK if name in values})
     early = task.config(values)  # bad values are told before any data is read
     device = api.find_device(early.device)
-    check_free(out, overwrite)
+    artifacts.check_free(out, overwrite)
     with progress.download(quiet) as bar:
         data = task.load(early.seed, bar)
     config = task.config(values, data)
     model = task.network(data.num_classes, data.in_channels, data.image_size, config.seed)
-    with new_folder(out, overwrite) as folder:
+    with artifacts.new_folder(out, overwrite) as folder:
         with progress.reporter(quiet) as shown, open(folder / LOG, "w", encoding="utf-8") as log:
             training = ""
 
@@ -88,7 +76,7 @@ def _prune(given: dict[str, Any]) -> None:
                 dense = api.train_dense(model, data, alone, on_epoch=on_epoch, on_step=shown.step).posterior
                 result.info["dense_noise"] = float(dense.noise[0])
         result.info["data"] = describe(data)
-        result.save(folder)
+        result.write(folder)
         if dense is not None:
             artifacts.write_network(folder / DENSE_FILE, dense.networks[0])
         if Path(task.data).is_dir():

@@ -116,7 +116,6 @@ class ChannelGating:
         """The kept channels of every module, given the kept gates (U,)."""
         return recipe(model, self.structure.groups, keep.cpu())
 
-
     def slab_coordinates(self, network: nn.Module, layout: Layout, keep: Tensor) -> Tensor:
         """(U,) decisions -> (P,) bool: the coordinates of a row that remain in the cut network."""
         return kept_coordinates(network, layout, self.recipe(network, keep))

@@ -84,7 +84,8 @@ class Layout:
     def intact(self, network: nn.Module, row: Tensor) -> bool:
         """Whether every parameter still is a view into its row: assignments elsewhere can silently drop it."""
         start, size = row.data_ptr(), row.element_size()
-        return all(p.data_ptr() == start + self.segments[k].offset * size for k, p in network.named_parameters())
+        filled = ((k, p) for k, p in network.named_parameters() if p.numel())  # an empty tensor has no address
+        return all(p.data_ptr() == start + self.segments[k].offset * size for k, p in filled)
 
 
 @dataclass
@@ -172,7 +173,12 @@ class Particles:
         parameters, views = self._targets[i]
         found = torch.autograd.grad(value, [*parameters, *others], allow_unused=True)
         pairs = [(view, gradient) for view, gradient in zip(views, found, strict=False) if gradient is not None]
-        torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
+        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+            [view for view, _ in pairs], [gradient for _, gradient in pairs]
+        )
+        for view, gradient in zip(views, found, strict=False):
+            if gradient is None:  # not used this time: what an earlier step wrote must go
+                view.zero_()
         return list(found[len(parameters) :])
 
     def collect_gradients(self) -> None:
@@ -181,7 +187,8 @@ class Particles:
             gradient.index_copy_(0, part.coordinates, part.gradient)
 
     def finish(self) -> None:
-        """Give the full networks the small ones' running statistics; their weights are there already."""
+        """Give the full networks the small ones' running statistics, and the small ones the last step's weights."""
+        self.begin_step()
         for network, part in zip(self.networks, self.sliced, strict=False):
             scatter_buffers(network, part)
 

@@ -1,14 +1,11 @@
-"""What a command works on: the data, the network, the configuration that suits both, and the run folder."""
+"""What a command works on: the data, the network, and the configuration that suits both."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +19,7 @@ from dllp.config import Config
 from dllp.data import ArrayData, Dataset, stratified
 from dllp.data import load as load_data
 from dllp.data.download import Progress
-from dllp.errors import ArtifactError, ConfigError, DataError
+from dllp.errors import ConfigError, DataError
 from dllp.evaluate import DENSE
 
 SETTINGS, LOG, DENSE_FILE, EVALUATION = "config.yaml", "log.jsonl", "dense.safetensors", "evaluation.json"
@@ -154,56 +151,3 @@ def disk(folder: Path, result: Result) -> dict[str, int]:
     if (folder / DENSE_FILE).exists():
         sizes[DENSE] = (folder / DENSE_FILE).stat().st_size
     return sizes
-
-
-def check_free(folder: Path, overwrite: bool) -> None:
-    """Raise unless a run may be written there; only a run folder or an empty one is ever replaced."""
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise ArtifactError(f"{folder} is a file: give a folder for the run")
-    if (folder / artifacts.RUN).exists():
-        if not overwrite:
-            raise ArtifactError(f"{folder} already holds a run: choose another folder, or replace it with --overwrite")
-    elif any(folder.iterdir()):
-        raise ArtifactError(f"{folder} holds other files: choose another folder for the run")
-
-
-@contextlib.contextmanager
-def new_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
-    """A temporary folder beside `folder` that takes its place when the block ends well, and is gone otherwise."""
-    check_free(folder, overwrite)
-    folder = folder.absolute()
-    made = [parent for parent in folder.parents if not parent.exists()]
-    replaced: Path | None = None
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    except OSError as error:
-        raise ArtifactError(f"cannot write to {folder.parent}: {error.strerror}") from None
-    try:
-        temporary.chmod(0o777 & ~_umask())  # mkdtemp makes it private
-        yield temporary
-        check_free(folder, overwrite)
-        if folder.exists():
-            replaced = temporary.with_name(temporary.name + "-old")
-            os.rename(folder, replaced)
-        os.rename(temporary, folder)
-    except BaseException as error:
-        if replaced is not None and replaced.exists() and not folder.exists():
-            os.rename(replaced, folder)
-        shutil.rmtree(temporary, ignore_errors=True)
-        for parent in made:
-            with contextlib.suppress(OSError):
-                parent.rmdir()
-        if isinstance(error, OSError):
-            raise ArtifactError(f"cannot write {folder}: {error.strerror}; free some space or choose another") from None
-        raise
-    if replaced is not None:
-        shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -44,7 +44,8 @@ from safetensors.torch import load_file, save_file
 result = dllp.load(folder, network())
 x = load_file(x_path)["x"]
 with torch.no_grad():
-    save_file({"members": result.posterior.members(x), "model": result.model(x), "reference": result.reference(x)}, out_path)
+    outputs = {"members": result.posterior.members(x), "model": result.model(x), "reference": result.reference(x)}
+    save_file(outputs, out_path)
 """
 
 
@@ -61,7 +62,9 @@ def data() -> tuple[Tensor, Tensor]:
 
 def pruned(granularity: Any, **changes: Any) -> dllp.Result:
     torch.manual_seed(0)
-    values = dict(granularity=granularity, keep_flops=0.3, epochs=4, batch_size=16, lr_gates=0.3, device="cpu", warmup=0)
+    values = dict(
+        granularity=granularity, keep_flops=0.3, epochs=4, batch_size=16, lr_gates=0.3, device="cpu", warmup=0
+    )
     return dllp.prune(build(), data(), Config(**(values | changes)))
 
 
@@ -102,7 +105,16 @@ def test_a_fresh_process_without_pickle_gives_equal_bits(run: tuple[dllp.Result,
     (tmp_path / "nets.py").write_text(textwrap.dedent(NETS))
     x = data()[0]
     save_file({"x": x}, tmp_path / "x.safetensors")
-    command = [sys.executable, "-W", "error", "-c", FRESH, folder, tmp_path / "x.safetensors", tmp_path / "out.safetensors"]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-c",
+        FRESH,
+        folder,
+        tmp_path / "x.safetensors",
+        tmp_path / "out.safetensors",
+    ]
     root = str(Path(dllp.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{tmp_path}"}
     subprocess.run([str(c) for c in command], check=True, env=environment, cwd=tmp_path)
@@ -114,7 +126,11 @@ def test_a_fresh_process_without_pickle_gives_equal_bits(run: tuple[dllp.Result,
 
 def test_the_folder_holds_what_the_format_says(run: tuple[dllp.Result, Path]) -> None:
     _, folder = run
-    files = {"run.json", "gates.safetensors", *(f"{n}-{i}.safetensors" for n in ("particle", "reference") for i in (0, 1))}
+    files = {
+        "run.json",
+        "gates.safetensors",
+        *(f"{n}-{i}.safetensors" for n in ("particle", "reference") for i in (0, 1)),
+    }
     assert {path.name for path in folder.iterdir()} == files
     values = json.loads((folder / "run.json").read_text())
     assert values["format"] == artifacts.FORMAT
@@ -185,7 +201,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     assert artifacts.read_json(path) == {"a": 1} and len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_failed_save_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result, calls, write = pruned("channel", epochs=1), [], artifacts.write_bytes
 
     def third(path: Path, content: bytes) -> None:
@@ -196,10 +212,8 @@ def test_a_failed_save_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(artifacts, "write_bytes", third)
     with pytest.raises(ArtifactError, match="full"):
-        result.save(tmp_path / "run")
-    assert not (tmp_path / "run" / artifacts.RUN).exists()
-    with pytest.raises(ArtifactError, match="not the folder of a finished run"):
-        dllp.load(tmp_path / "run", build())
+        result.save(tmp_path / "deep" / "run")
+    assert len(calls) == 3 and not list(tmp_path.iterdir())
 
 
 def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
@@ -214,6 +228,18 @@ def test_save_refuses_a_folder_with_another_run(run: tuple[dllp.Result, Path]) -
     with pytest.raises(ArtifactError, match="already holds a run"):
         result.save(folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_save_replaces_a_run_when_asked_and_nothing_else(run: tuple[dllp.Result, Path], tmp_path: Path) -> None:
+    result, folder = run
+    old = Path(shutil.copytree(folder, tmp_path / "old"))
+    (old / "extra.txt").write_text("part of the old run")
+    assert result.save(old, overwrite=True) == old
+    assert {path.name for path in old.iterdir()} == {path.name for path in folder.iterdir()}
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ArtifactError, match="holds other files"):
+        result.save(tmp_path, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "thesis.tex"]
 
 
 def test_values_that_json_cannot_hold(tmp_path: Path) -> None:
@@ -257,7 +283,9 @@ def test_a_run_of_another_format(folder: Path, value: Any) -> None:
         dllp.load(folder, build())
 
 
-@pytest.mark.parametrize("field", ["config", "recipes", "gated", "dense", "sizes", "widths", "whole", "history", "info"])
+@pytest.mark.parametrize(
+    "field", ["config", "recipes", "gated", "dense", "sizes", "widths", "whole", "history", "info"]
+)
 def test_a_missing_field_is_an_error(folder: Path, field: str) -> None:
     values = json.loads((folder / "run.json").read_text())
     del values[field]

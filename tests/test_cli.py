@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 import dllp
 from dllp import options, progress
+from dllp.artifacts import new_folder
 from dllp.cli import main
-from dllp.task import new_folder
 from dllp.zoo import build
 from tests.commands import ENVIRONMENT, FAST, npy, one_line, settle, short_run
 

@@ -10,7 +10,9 @@ from dataclasses import replace
 import networks
 import pytest
 import torch
+from test_slicing import random_keep
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from dllp.errors import StructureError
@@ -104,7 +106,7 @@ def own_filter(module: nn.Module, channel: int) -> Tensor:
         x = torch.rand(1, module.in_features) + 1
     else:
         x = torch.rand(1, module.in_channels, *[4] * (weight.dim() - 2)) + 1
-    output = torch.func.functional_call(module, {"weight": weight}, (x,))
+    output = functional_call(module, {"weight": weight}, (x,))
     (gradient,) = torch.autograd.grad(output[:, channel].sum(), weight)
     return weight.detach()[gradient != 0]
 
@@ -384,6 +386,49 @@ def test_channel_gates_multiply_the_consumers(channels_last: bool) -> None:
     assert set(weights) == {"features.2.0.weight", "fc.weight"}
     assert torch.equal(weights["features.2.0.weight"], model.features[2][0].weight * gates[:8].view(1, 8, 1, 1))
     assert torch.equal(weights["fc.weight"], model.fc.weight * gates[8:])
+
+
+@both_layouts
+@pytest.mark.parametrize("name", CASES)
+def test_padded_networks_equal_the_gated_one(name: str, channels_last: bool) -> None:
+    build, example = CASES[name]
+    models = [random_network(build).double().eval() for _ in range(2)]
+    x = example().double() if example().is_floating_point() else example()
+    structure = discover(models[0], x)
+    particles = Particles(models, channels_last=channels_last)
+    gating = ChannelGating(models[0], structure, particles.layout, CPU)
+    logits = torch.randn(2, gating.units)
+    keep = torch.stack([random_keep(structure.groups, seed) for seed in (1, 2)])
+    padded = [gating.padded(k, row, 4) for k, row in zip(keep, logits, strict=True)]
+    particles.slice([gating.recipe(model, pad) for model, pad in zip(models, padded, strict=True)])
+    for model, part, pad, kept, row in zip(models, particles.sliced, padded, keep, logits, strict=True):
+        for where in structure.slices:
+            inside, extra = kept[where], (pad & ~kept)[where]
+            total = int(pad[where].sum())
+            assert not (inside & ~pad[where]).any() and (total % 4 == 0 or total == len(inside))
+            assert int(extra.sum()) < 4
+            out = ~pad[where]  # what pads is likelier than what stays out
+            assert not (extra.any() and out.any()) or row[where][extra].min() >= row[where][out].max()
+        fold, gates = gating.closed(part.network, part.recipe, pad, kept)
+        weights = fold(dict(part.network.named_parameters()), gates)
+        found = functional_call(part.network, weights, (x,))
+        wanted = functional_call(model, gating.weights(dict(model.named_parameters()), kept.double()), (x,))
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+        slab = gating.slab_coordinates(model, particles.layout, kept)
+        count = sum(p.numel() for p in cut(model, gating.recipe(model, kept)).parameters())
+        assert int(slab.sum()) == count and not slab[particles.layout.spare]
+        missing = slab.clone()
+        missing[part.coordinates] = False
+        assert not missing.any()
+
+
+def test_slab_of_single_weights() -> None:
+    particles, structure = setting(networks.chain, networks.images(), n=1)
+    gating = weight_gating(particles, structure)
+    keep = torch.rand(gating.units) < 0.5
+    slab = gating.slab_coordinates(particles.networks[0], particles.layout, keep)
+    at = gating.scales.coordinates[:, 0]
+    assert torch.equal(slab[at], keep) and int((~slab).sum()) == int((~keep).sum())
 
 
 def test_nothing_to_gate() -> None:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from dllp.config import Config
 from dllp.errors import StructureError
-from dllp.particles import ALIGN, Layout, Particles, jitter
+from dllp.particles import ALIGN, Layout, Particles, jitter, kept_coordinates
 from dllp.slicing import Fold, Group, cut, recipe
 from dllp.structure import discover
 
@@ -81,7 +81,6 @@ def test_rows_are_the_parameters(name: str, channels_last: bool) -> None:
         for (key, new), value in zip(model.named_parameters(), old.parameters(), strict=True):
             assert torch.equal(new, value) and new.untyped_storage().data_ptr() == start and new.is_leaf
             assert torch.equal(particles.layout.segments[key].view(particles.rows[i]), value)
-            assert new.grad is not None and new.grad.stride() == new.stride()
             if new.dim() == 4 and channels_last:
                 assert new.is_contiguous(memory_format=torch.channels_last)
             else:
@@ -107,7 +106,7 @@ def test_layout() -> None:
 
 
 @both_layouts
-def test_autograd_accumulates_into_the_rows(channels_last: bool) -> None:
+def test_gradients_land_in_the_rows(channels_last: bool) -> None:
     family = networks.FAMILIES["resnet"]
     models = [scrambled(networks.resnet()).train() for _ in range(2)]
     for model in models:
@@ -115,27 +114,48 @@ def test_autograd_accumulates_into_the_rows(channels_last: bool) -> None:
         model.fc.bias.requires_grad_(False)
     plain = copy.deepcopy(models)
     particles = Particles(models, channels_last=channels_last)
-    for network in (*models, *plain):
-        for seed in range(2):
-            loss(network(batch(family, seed))).backward()
-    assert particles.intact()
+    for seed in (0, 1):  # the second step replaces what the first one wrote
+        particles.begin_step()
+        for i, network in enumerate(models):
+            scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+            value = loss(network(batch(family, seed))) * scale
+            (other,) = particles.differentiate(i, value, scale)
+            assert other is not None and other.item() == pytest.approx(value.item())
+        particles.collect_gradients()
+    assert particles.intact() and all(p.grad is None for m in models for p in m.parameters())
     for model, old, gradient in zip(models, plain, particles.gradients, strict=True):
-        for (name, new), value in zip(model.named_parameters(), old.parameters(), strict=True):
-            found = particles.layout.segments[name].view(gradient)
-            if value.requires_grad:
-                assert value.grad is not None and bool(value.grad.any())
-                torch.testing.assert_close(found, value.grad, rtol=1e-10, atol=1e-10)
+        loss(old(batch(family, 1))).backward()
+        for (name, _), value in zip(model.named_parameters(), old.named_parameters(), strict=True):
+            found, wanted = particles.layout.segments[name].view(gradient), value[1].grad
+            if wanted is None:
+                assert not value[1].requires_grad and not found.any()
             else:
-                assert new.grad is None and not found.any()
+                torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
     learnable, padding = particles.layout.learnable(models[0]), is_padding(particles.layout)
-    assert not particles.gradients[:, ~learnable].any()
+    assert bool(particles.gradients[:, learnable].any()) and not particles.gradients[:, ~learnable].any()
     assert not particles.rows[:, padding].any() and not (learnable & padding).any()
-    particles.begin_step()
-    assert not particles.gradients.any() and particles.intact()
 
 
-def zero_grad(network: nn.Module) -> None:
-    network.zero_grad()
+class Sometimes(nn.Module):
+    """A layer that a forward may skip, as in stochastic depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.skip = nn.Linear(3, 3), nn.Linear(3, 3), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return x if self.skip else self.second(x)
+
+
+def test_a_skipped_layer_has_no_gradient() -> None:
+    model = Sometimes()
+    particles, x = Particles([model]), torch.randn(2, 3)
+    second = particles.layout.segments["second.weight"]
+    assert particles.differentiate(0, model(x).square().sum()) == [] and bool(second.view(particles.gradients[0]).any())
+    model.skip = True
+    particles.differentiate(0, model(x).square().sum())
+    assert not second.view(particles.gradients[0]).any() and bool(particles.gradients.any())
 
 
 def assign(network: nn.Module) -> None:
@@ -150,12 +170,12 @@ def change_dtype(network: nn.Module) -> None:
     network.half()
 
 
-@pytest.mark.parametrize("spoil", [zero_grad, assign, change_format, change_dtype])
+@pytest.mark.parametrize("spoil", [assign, change_format, change_dtype])
 @pytest.mark.parametrize("which", ["full", "small"])
 def test_dropped_views_are_noticed(spoil: object, which: str) -> None:
     particles, _, _ = sliced("chain")
     for network in (*particles.networks, *particles.active):
-        network.zero_grad(set_to_none=False)
+        network.zero_grad()
         network.load_state_dict(copy.deepcopy(network.state_dict()))
     assert particles.intact()
     spoil((particles.networks if which == "full" else particles.active)[1])  # type: ignore[operator]
@@ -169,8 +189,10 @@ def test_empty_and_shared_parameters() -> None:
     particles = Particles([model])
     assert particles.intact() and model[1].weight is model[0].weight
     assert set(particles.layout.segments) == {"nothing", "0.weight", "0.bias", "1.bias"}
+    particles.differentiate(0, model(torch.ones(1, 4)).sum())
     model(torch.ones(1, 4)).sum().backward()
-    assert particles.intact() and bool(particles.gradients.any())
+    found = particles.layout.segments["0.weight"].view(particles.gradients[0])
+    assert particles.intact() and torch.equal(found, model[0].weight.grad)
 
 
 def test_networks_without_one_kind_of_parameters() -> None:
@@ -245,8 +267,8 @@ def test_sliced_equals_gated(name: str, channels_last: bool) -> None:
     generator = torch.Generator().manual_seed(9)
     for _ in range(2):  # as they were sliced, and after the full rows have moved
         particles.begin_step()
-        for network in particles.active:
-            loss(network(x)).backward()
+        for i, network in enumerate(particles.active):
+            particles.differentiate(i, loss(network(x)))
         particles.collect_gradients()
         assert particles.intact()
         for i, keep in enumerate(keeps):
@@ -279,14 +301,14 @@ def test_coordinates_are_one_to_one_and_padding_stays_zero() -> None:
         assert len(real.unique()) == len(real) == sum(p.numel() for p in part.network.parameters())
         assert bool((part.coordinates[padding] == particles.layout.spare).all())
         assert not is_padding(particles.layout)[real].any()
-        part.gradient.fill_(1)
+        mask = kept_coordinates(particles.networks[0], particles.layout, part.recipe)
+        assert torch.equal(mask.nonzero().flatten(), real.sort().values)
+        part.gradient[~padding] = 1
+    particles.begin_step()
     particles.collect_gradients()
     for gradient, part in zip(particles.gradients, particles.sliced, strict=True):
-        assert not gradient[is_padding(particles.layout)].any()
+        assert not gradient[is_padding(particles.layout)].any() and not part.row[is_padding(part.layout)].any()
         assert gradient.sum() == sum(p.numel() for p in part.network.parameters())
-    particles.begin_step()
-    for part in particles.sliced:
-        assert not part.gradient.any() and not part.row[is_padding(part.layout)].any()
 
 
 def test_frozen_parameters_stay_frozen_when_sliced() -> None:
@@ -296,9 +318,9 @@ def test_frozen_parameters_stay_frozen_when_sliced() -> None:
     groups = discover(models[0], batch(family)).groups
     particles = Particles(models)
     particles.slice([recipe(models[0], groups, random_keep(groups, 1))])
-    loss(particles.active[0](batch(family))).backward()
+    particles.differentiate(0, loss(particles.active[0](batch(family))))
     particles.collect_gradients()
-    assert particles.intact() and particles.active[0].features[2][0].weight.grad is None
+    assert particles.intact() and not particles.active[0].features[2][0].weight.requires_grad
     segment = particles.layout.segments["features.2.0.weight"]
     assert not segment.view(particles.gradients[0]).any() and bool(particles.gradients.any())
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -315,13 +316,14 @@ PHASES = {
 }
 
 
-def compare(config: Config, n: int, steps: int) -> Trainer:
+def compare(config: Config, n: int, steps: int, lane: int = 1) -> Trainer:
     """Run trainer and reference side by side; after every step all that they know must agree."""
     networks, batches = tiny_networks(n), tiny_batches(steps)
     reference = Reference(copy.deepcopy(networks), config)
     particles = Particles(networks)
     gating = make_gating(networks[0], tiny_structure(), particles, config, None)
     trainer = Trainer(particles, gating, config, num_data=NUM_DATA, steps_per_epoch=steps)
+    trainer.lane = lane
     close = {"rtol": 1e-9, "atol": 1e-11}
 
     def check(trainer: Trainer) -> None:
@@ -403,6 +405,17 @@ def test_sliced_training_equals_masked_training(likelihood: str, granularity: st
         gated = trainer.gating.weights(dict(network.named_parameters()), z)  # type: ignore[union-attr]
         expected = torch.func.functional_call(copy.deepcopy(network).eval(), gated, (x,))
         torch.testing.assert_close(copy.deepcopy(part.network).eval()(x), expected, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
+@pytest.mark.parametrize("lane", [2, 3, 8])
+def test_widths_padded_for_the_device_change_nothing(likelihood: str, lane: int) -> None:
+    """What only pads a sliced network stays closed and stands still."""
+    trainer = compare(tiny_config(particles=2, likelihood=likelihood, **PHASES["all"]), 2, steps=10, lane=lane)
+    assert trainer.keep is not None
+    for part, keep in zip(trainer.particles.sliced, trainer.keep, strict=True):
+        width = part.network.get_submodule("left").out_channels
+        assert width in (4, -(-int(keep[:4].sum()) // lane) * lane)
 
 
 @pytest.mark.parametrize("granularity", ["channel", "weight"])
@@ -504,9 +517,7 @@ def test_the_dense_reference_is_plain_training() -> None:
 
 
 def mlp(width: int, outputs: int = 3) -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(6, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, outputs)
-    )
+    return nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, outputs))
 
 
 def convolutional() -> nn.Module:
@@ -706,13 +717,28 @@ def test_patience_waits_for_the_loss_after_the_cut() -> None:
         lr_gates=1e-3,
     )  # fmt: skip
     losses = [record["loss"][0] for record in dllp.prune(dense.model, data, config).history]
-    falls = [b < a for a, b in zip(losses[2:], losses[3:], strict=False)]
+    falls = [b < a for a, b in pairwise(losses[2:])]
     assert losses[2] > losses[0] and (len(losses) == 20 or not all(falls))
 
 
 def test_a_loss_that_is_not_finite_is_an_error() -> None:
     with pytest.raises(dllp.DllpError, match="not finite in epoch 1"):
         dllp.prune(mlp(8), table(), quick(lr=1e30, epochs=2))
+
+
+def test_padded_widths_are_gone_from_the_result() -> None:
+    """As on a GPU, where sliced networks are trained in multiples of 8 channels: the same networks come out."""
+    network, data, config = mlp(64), table(), quick(epochs=6)
+
+    def pad(trainer: Trainer) -> None:
+        trainer.lane = 8
+
+    plain, padded = dllp.prune(network, data, config), dllp.prune(network, data, config, on_step=pad)
+    assert plain.widths == padded.widths and plain.sizes == padded.sizes
+    for a, b in zip(plain.slabs, padded.slabs, strict=True):
+        assert a.recipe == b.recipe
+        for name, value in a.network.state_dict().items():
+            torch.testing.assert_close(b.network.state_dict()[name], value, rtol=1e-3, atol=1e-4)
 
 
 def test_gates_left_soft_are_decided_at_the_end() -> None:

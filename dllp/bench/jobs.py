@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -25,11 +25,19 @@ from dllp.selection import select
 from dllp.slicing import cut
 from dllp.slicing import recipe as kept_channels
 from dllp.structure import Structure, discover
-from dllp.train import EpochRecord
+from dllp.train import EpochRecord, Trainer
 
 Method = Literal["dense", "dllp", "thin", "magnitude", "random"]
+DERIVED = ("magnitude", "random")
+"""Methods that cut the dense network of the same seed and train nothing themselves."""
 OnEpoch = Callable[[EpochRecord], None]
+OnStep = Callable[[Trainer], None]
 CORRUPTIONS = ("gaussian-blur:1,2,3,5", "sharpen")
+MACHINE = ("device", "precision", "engine", "deterministic")
+"""Fields of Config that say how something is computed, not what."""
+LATER: dict[str, Any] = {}
+"""Fields that Config gained after results were published, with the value that means "as before": what has this value
+is left out of digests, so that those results keep their names."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +68,15 @@ class Job:
 
     @property
     def digest(self) -> str:
-        """Names the job by everything that decides its outcome, the whole configuration included."""
-        everything = {**asdict(self), "config": self.config.resolved().as_dict()}
+        """Names the job by everything that decides its outcome, the whole configuration included.
+
+        The job's own fields count where they are not at their defaults; `changes` count as part of the configuration.
+        """
+        values = {f.name: (getattr(self, f.name), f.default) for f in fields(self) if f.name != "changes"}
+        own = {name: value for name, (value, default) in values.items() if value != default}
+        config = self.config.resolved().as_dict().items()
+        counted = {name: value for name, value in config if name not in MACHINE and LATER.get(name, ...) != value}
+        everything = {**own, "config": counted}
         return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -78,10 +93,11 @@ class Trained:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A job's JSON line, and its networks' probabilities (n, B, C) on each version of the evaluation data."""
+    """A job's JSON line; probabilities (n, B, C) of its networks on each version of the evaluation data; labels (B,)."""
 
     line: dict[str, Any]
     probabilities: dict[str, np.ndarray]
+    labels: np.ndarray
 
 
 class Runner:
@@ -91,8 +107,11 @@ class Runner:
         machine: Settings that do not change what is computed: device, precision, engine.
     """
 
-    def __init__(self, data: Dataset, *, on_epoch: OnEpoch | None = None, **machine: Any) -> None:
-        self.data, self.on_epoch, self.machine = data, on_epoch, machine
+    def __init__(
+        self, data: Dataset, *, on_epoch: OnEpoch | None = None, on_step: OnStep | None = None, **machine: Any
+    ) -> None:
+        self.data, self.machine = data, machine
+        self.watch: dict[str, Any] = {"on_epoch": on_epoch, "on_step": on_step}
         self.dense_networks: dict[str, tuple[nn.Module, float]] = {}
 
     def run(self, job: Job) -> Outcome:
@@ -101,7 +120,7 @@ class Runner:
         device = find_device(config.device)
         train, test = self._split(job)
         trained = getattr(self, f"_{job.method}")(job, train, config)
-        full = job.method in ("dense", "dllp") and not job.validation
+        full = job.method in ("dense", "dllp") and job.granularity == "channel" and not job.validation
         versions = self.test_versions if full else {"clean": test}
         trained.posterior.to(device)
         probabilities = {name: members(trained.posterior, version, device) for name, version in versions.items()}
@@ -124,7 +143,7 @@ class Runner:
             **trained.detail,
             **environment(device),
         }
-        return Outcome(line, {name: p.half().numpy() for name, p in probabilities.items()})
+        return Outcome(line, {name: p.numpy() for name, p in probabilities.items()}, labels.numpy())
 
     @cached_property
     def test_versions(self) -> dict[str, ArrayData]:
@@ -145,13 +164,13 @@ class Runner:
     # ---- methods
 
     def _dllp(self, job: Job, train: ArrayData, config: Config) -> Trained:
-        result = prune(self._network(job), train, config, on_epoch=self.on_epoch)
+        result = prune(self._network(job), train, config, **self.watch)
         seconds = sum(record["seconds"] for record in result.history)
         detail = {"widths": result.widths, "history": result.history, "noise": result.gates["noise"].tolist()}
         return Trained(result.posterior, result.sizes, result.dense, seconds, detail)
 
     def _dense(self, job: Job, train: ArrayData, config: Config) -> Trained:
-        result = train_dense(self._network(job), train, config, on_epoch=self.on_epoch)
+        result = train_dense(self._network(job), train, config, **self.watch)
         seconds = sum(record["seconds"] for record in result.history)
         self.dense_networks[job.digest] = (copy.deepcopy(result.model), seconds)
         return Trained(result.posterior, result.sizes, result.dense, seconds, {"history": result.history})
@@ -162,7 +181,7 @@ class Runner:
         structure = discover(network, self._example(train))
         ranks = [-torch.arange(group.units, dtype=torch.float64) / group.units for group in structure.groups]
         small, size = self._cut(network, structure, torch.cat(ranks), job.keep)
-        result = train_dense(small, train, config, on_epoch=self.on_epoch)
+        result = train_dense(small, train, config, **self.watch)
         seconds = sum(record["seconds"] for record in result.history)
         return Trained(result.posterior, [size], dense_size(structure), seconds, {"history": result.history})
 

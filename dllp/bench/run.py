@@ -1,0 +1,68 @@
+"""Run what a table still lacks, and write down what is finished."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from dllp import artifacts
+from dllp.bench.jobs import Runner
+from dllp.bench.store import LABELS, Store
+from dllp.bench.summary import markdown, summarise
+from dllp.bench.tables import Planned, Table, Variant
+from dllp.errors import DllpError
+
+SUMMARY, MARKDOWN = "summary.json", "table.md"
+
+
+def folder_of(out: Path, table: Table, variant: Variant) -> Path:
+    """The table's own folder, or another one for runs that depart from the table."""
+    return out / f"{table.name}{variant.suffix}"
+
+
+def finish(
+    plan: Sequence[Planned],
+    store: Store,
+    runner: Runner,
+    *,
+    note: Mapping[str, Any] | None = None,
+    begin: Callable[[Planned], None] = lambda planned: None,
+    done: Callable[[Planned, dict[str, Any]], None] = lambda planned, line: None,
+) -> None:
+    """Run the jobs that are not yet in the store; one that fails is reported after all others have run.
+
+    Args:
+        note: What every line is to say besides, for example the command.
+        begin, done: Called before a job is run, and with its line after it was stored.
+    """
+    failures: list[tuple[Planned, DllpError]] = []
+    for planned in plan:
+        if planned.job.digest in store.digests():  # another process may have finished it meanwhile
+            continue
+        begin(planned)
+        try:
+            outcome = runner.run(planned.job)
+        except DllpError as error:
+            failures.append((planned, error))
+            continue
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        line = {"row": planned.row.name, **outcome.line, "date": now, **(note or {})}
+        keep = planned.row.keep_probabilities and not planned.job.validation
+        store.add(line, {**outcome.probabilities, LABELS: outcome.labels} if keep else None)
+        done(planned, line)
+    if failures:
+        (planned, error), more = failures[0], len(failures) - 1
+        others = f" ({more} more failed)" if more else ""
+        raise type(error)(f"{planned.row.name}, seed {planned.job.seed}: {error}{others}")
+
+
+def write_summary(table: Table, store: Store, variant: Variant, command: str) -> dict[str, Any] | None:
+    """Write summary.json and table.md from whatever is finished; nothing where nothing is."""
+    summary = summarise(table, store.lines(), variant, command)
+    if not summary["rows"]:
+        return None
+    artifacts.write_json(store.folder / SUMMARY, summary)
+    artifacts.write_bytes(store.folder / MARKDOWN, markdown(table, summary).encode())
+    return summary

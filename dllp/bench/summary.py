@@ -1,0 +1,209 @@
+"""What a table's finished runs amount to: summary.json, and the same as Markdown.
+
+Accuracies, drops, calibration errors and FLOPs are in percent, NLL in nats, times in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from dllp.bench.tables import Quoted, Row, Table, Variant
+
+UNITS = {"acc, drop, gain, flops_removed, params_kept, ece": "percent", "nll": "nats", "train_seconds": "seconds"}
+VERSIONS = ("dllp", "torch", "python")
+METHODS = {
+    "dense": "dense",
+    "dllp": "DLLP",
+    "thin": "thin from scratch",
+    "magnitude": "magnitude, not fine-tuned",
+    "random": "random, not fine-tuned",
+}
+EXPLANATION = (
+    "Accuracy: mean ± standard deviation over all particles of all seeds. Drop: against the mean of the dense runs, "
+    "± its standard error over seeds. All: the mean prediction of a run's particles, which costs all of them. "
+    "FLOPs are multiply-accumulates, of what the row names. A target counts as reached within one standard error."
+)
+
+
+def summarise(table: Table, lines: Sequence[dict[str, Any]], variant: Variant, command: str) -> dict[str, Any]:
+    """Finished runs -> the content of summary.json; runs that belong to no row, or to another recipe, are left out.
+
+    Args:
+        lines: From :meth:`dllp.bench.store.Store.lines`.
+        command: What makes this table again.
+    """
+    members = {row.name: list(table.members(row, lines, variant)) for row in table.rows}
+    dense = {row.job.network: members[row.name] for row in table.rows if row.job.method == "dense"}
+    rows = [
+        summarise_row(row, members[row.name], dense.get(row.job.network, [])) for row in table.rows if members[row.name]
+    ]
+    used = [line for found in members.values() for line in found]
+    return {
+        "table": table.name,
+        "title": table.title,
+        "rows": rows,
+        "quoted": [vars(quoted) for quoted in table.quoted],
+        "evaluated_on": "validation" if variant.validation else "test",
+        "units": UNITS,
+        "command": command,
+        "hardware": _distinct(line["hardware"] for line in used),
+        "precision": _distinct(line["config"]["precision"] for line in used),
+        "processes_sharing_the_device": max((line.get("processes", 1) for line in used), default=1),
+        "versions": {name: _distinct(line[name] for line in used) for name in VERSIONS},
+        "date": max((line["date"] for line in used), default=None),
+    }
+
+
+def summarise_row(row: Row, lines: Sequence[dict[str, Any]], dense: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One row: particles are pooled over seeds, the particles' mean prediction and the times are means over seeds."""
+    job, first = row.job, lines[0]
+    singles = [particle for line in lines for particle in line["particles"]]
+    together = [line["ensemble"] for line in lines]
+    accuracies = [100 * single["accuracy"] for single in singles]
+    acc, dense_acc = statistics.fmean(accuracies), _mean(_accuracies(dense))
+    ensemble = 100 * statistics.fmean(values["accuracy"] for values in together)
+    return {
+        "name": row.name,
+        "method": job.method,
+        "granularity": "none" if job.method == "dense" else job.granularity,
+        "network": job.network,
+        "seeds": [line["seed"] for line in lines],
+        "particles": len(first["particles"]),
+        "epochs": first["epochs"],
+        "dense_acc_mean": dense_acc,
+        "acc_mean": acc,
+        "acc_std": statistics.stdev(accuracies) if len(accuracies) > 1 else None,
+        "drop_mean": None if dense_acc is None else dense_acc - acc,
+        "drop_se": _both(_error(_accuracies(lines)), _error(_accuracies(dense))) if job.method != "dense" else None,
+        "flops_removed_mean": 100 * statistics.fmean(value for line in lines for value in line["flops_removed"]),
+        "flops_removed_min": 100 * min(value for line in lines for value in line["flops_removed"]),
+        "flops_of": first["flops_of"],
+        "params_kept_mean": 100 * statistics.fmean(p / line["dense_params"] for line in lines for p in line["params"]),
+        "ensemble_acc_mean": ensemble,
+        "ensemble_gain_mean": None if dense_acc is None else ensemble - dense_acc,
+        "nll_mean": statistics.fmean(single["nll"] for single in singles),
+        "ensemble_nll_mean": statistics.fmean(values["nll"] for values in together),
+        "ece_mean": 100 * statistics.fmean(single["ece"] for single in singles),
+        "ensemble_ece_mean": 100 * statistics.fmean(values["ece"] for values in together),
+        "train_seconds_mean": statistics.fmean(line["train_seconds"] for line in lines),
+        "wanted": [_verdict(name, value, lines, dense) for name, value in row.wanted],
+    }
+
+
+def _verdict(name: str, wanted: float, lines: Sequence[dict[str, Any]], dense: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Whether a figure reaches what was wanted, or misses it by less than its own standard error."""
+    reference, ensembles = _accuracies(dense), [100 * line["ensemble"]["accuracy"] for line in lines]
+    values = ensembles if name == "gain" else _accuracies(lines)
+    value, error = statistics.fmean(values), _error(values)
+    if name != "acc":
+        if not reference:
+            return {"figure": name, "wanted": wanted, "found": None, "verdict": "no dense runs"}
+        value, error = value - statistics.fmean(reference), _both(error, _error(reference))
+    short = value + wanted if name == "drop" else value - wanted  # below zero by what is missing
+    if short >= 0:
+        verdict = "reached"
+    else:
+        verdict = "reached within its standard error" if error is not None and -short <= error else "missed"
+    found = -value if name == "drop" else value
+    return {"figure": name, "wanted": wanted, "found": found, "standard_error": error, "verdict": verdict}
+
+
+# ---- Markdown
+
+
+HEADER = (
+    "| method | FLOPs removed | counted on | accuracy (%) | drop | all: accuracy | NLL | all: NLL | ECE (%) "
+    "| all: ECE | training (s) | seeds | wanted |\n|---|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|"
+)
+_CELLS = 13
+
+
+def markdown(table: Table, summary: dict[str, Any]) -> str:
+    """The summary as text: a table for each network, then how it was made."""
+    parts = [f"**{table.title}**, evaluated on the {summary['evaluated_on']} set."]
+    networks = dict.fromkeys(row["network"] for row in summary["rows"])
+    for network in networks:
+        rows = [row for row in summary["rows"] if row["network"] == network]
+        quoted = [quoted for quoted in table.quoted if quoted.network == network]
+        epochs = _distinct(str(row["epochs"]) for row in rows)
+        heading = f"{network}, {epochs} epochs" + (f", dense accuracy {_dense(rows)}" if _dense(rows) else "")
+        body = [_line(_measured(row)) for row in rows] + [_line(_printed(row)) for row in quoted]
+        parts.append("\n".join([f"{heading}:\n", HEADER, *body]))
+    made = [
+        f"`{summary['command']}`", summary["hardware"], summary["precision"],
+        ", ".join(f"{name} {version}" for name, version in summary["versions"].items()),
+        f"finished {summary['date'][:10]}",
+    ]  # fmt: skip
+    shared = summary["processes_sharing_the_device"]
+    if shared > 1:
+        made.append(f"times measured while up to {shared} processes shared the device")
+    parts += [EXPLANATION, "Made by " + "; ".join(made) + "."]
+    return "\n\n".join(parts) + "\n"
+
+
+def _measured(row: dict[str, Any]) -> list[str]:
+    several = row["particles"] > 1
+    method = METHODS[row["method"]]
+    if row["method"] != "dense":
+        method += f" ({row['granularity']})" if row["method"] == "dllp" else ""
+    kept = f", {row['params_kept_mean']:.2f}% of weights kept" if row["granularity"] == "weight" else ""
+    std = "" if row["acc_std"] is None else f" ± {row['acc_std']:.2f}"
+    error = "" if row["drop_se"] is None else f" ± {row['drop_se']:.2f}"
+    drop = "–" if row["method"] == "dense" or row["drop_mean"] is None else f"{row['drop_mean']:.2f}{error}"
+    together = [f"{row['ensemble_acc_mean']:.2f}", f"{row['ensemble_nll_mean']:.3f}", f"{row['ensemble_ece_mean']:.2f}"]
+    acc, nll, ece = together if several else ["–"] * 3
+    wanted = "; ".join(f"{_aim(w['figure'], w['wanted'])}: {w['verdict']}" for w in row["wanted"])
+    return [
+        method, f"{row['flops_removed_mean']:.2f}%", row["flops_of"] + kept, f"{row['acc_mean']:.2f}{std}", drop, acc,
+        f"{row['nll_mean']:.3f}", nll, f"{row['ece_mean']:.2f}", ece, f"{row['train_seconds_mean']:.0f}",
+        str(len(row["seeds"])), wanted,
+    ]  # fmt: skip
+
+
+def _printed(row: Quoted) -> list[str]:
+    """A quoted row: what the paper prints, and a mark."""
+    accuracy = f"{row.dense_acc - row.drop:.2f} (dense {row.dense_acc:.2f})"
+    cells = [f"*{row.method}, quoted from the paper*", f"{row.flops_removed:g}%", "not stated", accuracy, f"{row.drop:g}"]
+    return cells + ["–"] * (_CELLS - len(cells) - 1) + [""]
+
+
+def _aim(figure: str, value: float) -> str:
+    return {"drop": f"drop ≤ {value:g}", "acc": f"accuracy ≥ {value:g}", "gain": f"all − dense ≥ {value:g}"}[figure]
+
+
+def _dense(rows: Sequence[dict[str, Any]]) -> str:
+    value = rows[0]["dense_acc_mean"]
+    return "" if value is None else f"{value:.2f}"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+# ---- small statistics
+
+
+def _accuracies(lines: Sequence[dict[str, Any]]) -> list[float]:
+    """Mean accuracy of each run's particles, in percent: runs are independent, a run's particles are not quite."""
+    return [100 * statistics.fmean(particle["accuracy"] for particle in line["particles"]) for line in lines]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _error(values: Sequence[float]) -> float | None:
+    """Standard error of the mean."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def _both(a: float | None, b: float | None) -> float | None:
+    """Standard error of a difference of independent means."""
+    return None if a is None or b is None else math.hypot(a, b)
+
+
+def _distinct(values: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(values))

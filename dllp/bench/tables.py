@@ -1,0 +1,208 @@
+"""Tables 1 and 2 of the paper: which jobs, which rows, and the rows that the paper prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from dllp.bench.jobs import DERIVED, Job
+from dllp.errors import ConfigError
+
+FIVE, THREE = (0, 1, 2, 3, 4), (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: the same job for several seeds.
+
+    Attributes:
+        name: Unique in the table; `--rows` selects by it.
+        job: What is run, its seed aside.
+        seeds: The seeds of a full run.
+        wanted: What the row should reach: `drop` at most, `acc` and `gain` (all particles over dense) at least.
+        keep_probabilities: Whether its test probabilities are worth their space in the repository.
+    """
+
+    name: str
+    job: Job
+    seeds: tuple[int, ...] = THREE
+    wanted: tuple[tuple[str, float], ...] = ()
+    keep_probabilities: bool = False
+
+
+@dataclass(frozen=True)
+class Quoted:
+    """A row as the paper prints it: all in percent."""
+
+    method: str
+    network: str
+    dense_acc: float
+    flops_removed: float
+    drop: float
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a run departs from the table; whatever departs has a folder of its own and never enters the table.
+
+    Attributes:
+        epochs: Instead of the jobs' own, for a quick try.
+        validation: Training images held out, and evaluated on instead of the test set.
+    """
+
+    epochs: int | None = None
+    validation: int = 0
+
+    def of(self, job: Job, seed: int) -> Job:
+        """The job as this variant runs it."""
+        return replace(job, seed=seed, epochs=self.epochs or job.epochs, validation=self.validation)
+
+    @property
+    def suffix(self) -> str:
+        """What tells its folder from the table's own."""
+        parts = {"validation": self.validation, "epochs": self.epochs}
+        return "".join(f"-{name}{value}" for name, value in parts.items() if value)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A job and the row it belongs to."""
+
+    row: Row
+    job: Job
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows that are compared with the dense row of their network, and rows that are quoted beside them."""
+
+    name: str
+    title: str
+    rows: tuple[Row, ...]
+    quoted: tuple[Quoted, ...] = ()
+    data: str = "cifar10"
+
+    def chosen(self, patterns: Sequence[str]) -> list[Row]:
+        """The rows whose names match, all without patterns."""
+        for pattern in patterns:
+            if not any(fnmatchcase(row.name, pattern) for row in self.rows):
+                names = ", ".join(row.name for row in self.rows)
+                raise ConfigError(f"{self.name} has no row {pattern!r}: choose from {names}")
+        return [row for row in self.rows if not patterns or any(fnmatchcase(row.name, p) for p in patterns)]
+
+    def plan(
+        self, rows: Sequence[str] = (), seeds: Sequence[int] | None = None, variant: Variant | None = None,
+        shard: tuple[int, int] = (1, 1),
+    ) -> list[Planned]:  # fmt: skip
+        """The jobs in the order in which they are run: seed by seed, so that an interrupted table has all rows.
+
+        Args:
+            rows: Names or patterns such as `dllp-*`; all by default.
+            seeds: Instead of each row's own.
+            variant: See :class:`Variant`.
+            shard: (I, N): the I-th of N shares, each of about the same work. Jobs that start from the same dense
+                network stay together, behind it.
+        """
+        variant = variant or Variant()
+        units: dict[Any, list[Planned]] = {}
+        chosen = self.chosen(rows)
+        for seed in sorted({seed for row in chosen for seed in (seeds or row.seeds)}):
+            for row in chosen:
+                if seed in (seeds or row.seeds):
+                    shared = row.job.method == "dense" or row.job.method in DERIVED
+                    key = (seed, row.job.network if shared else row.name)
+                    units.setdefault(key, []).append(Planned(row, variant.of(row.job, seed)))
+        for unit in units.values():
+            unit.sort(key=lambda planned: planned.job.method in DERIVED)
+        index, count = shard
+        loads = [0] * count
+        mine: list[Planned] = []
+        for unit in sorted(units.values(), key=_work, reverse=True):
+            least = loads.index(min(loads))
+            loads[least] += _work(unit)
+            mine += unit if least == index - 1 else []
+        order = {id(planned): i for i, planned in enumerate(planned for unit in units.values() for planned in unit)}
+        return sorted(mine, key=lambda planned: order[id(planned)])
+
+    def members(self, row: Row, lines: Sequence[dict[str, Any]], variant: Variant) -> Iterator[dict[str, Any]]:
+        """The finished runs of a row, of whatever seeds there are."""
+        for line in sorted(lines, key=lambda line: line["seed"]):
+            if line["digest"] == variant.of(row.job, line["seed"]).digest:
+                yield line
+
+
+def _work(unit: Sequence[Planned]) -> int:
+    """Networks to train."""
+    trained = sum(planned.job.config.particles for planned in unit if planned.job.method not in DERIVED)
+    return max(trained, 1)
+
+
+def table(name: str) -> Table:
+    """A table by name."""
+    if name not in TABLES:
+        raise ConfigError(f"there is no table {name!r}: choose from {', '.join(TABLES)}")
+    return TABLES[name]
+
+
+# ---- the paper's tables
+
+
+def _rows(network: str, removed: str, dense_wanted: float, channel_wanted: tuple[tuple[str, float], ...]) -> list[Row]:
+    """What both tables have, at `removed` percent of the FLOPs removed; the two rows of the headline have five seeds."""
+    keep = kept(removed)
+    dense, channel = Job(network, "dense"), Job(network, "dllp", keep=keep)
+    return [
+        Row("dense", dense, FIVE, (("acc", dense_wanted),), keep_probabilities=True),
+        Row(f"dllp-channel-{removed}", channel, FIVE, channel_wanted, keep_probabilities=True),
+        Row(f"dllp-weight-{removed}", Job(network, "dllp", "weight", keep)),
+        Row(f"thin-{removed}", Job(network, "thin", keep=keep)),
+        Row(f"magnitude-{removed}", Job(network, "magnitude", keep=keep)),
+        Row(f"random-{removed}", Job(network, "random", keep=keep)),
+    ]
+
+
+def kept(removed: str) -> float:
+    """'74.65' percent removed -> 0.2535, the largest fraction that may be kept."""
+    return round(1 - float(removed) / 100, 6)
+
+
+def _table1() -> Table:
+    dense, channel, weight, *rest = _rows("resnet56", "55", 93.0, (("drop", 0.04), ("gain", 0.7)))
+    fewer = {"keep_flops": None, "keep_params": 0.0988}
+    quoted = [
+        ("L1-norm", 93.42, 34, 0.5), ("AMC", 92.80, 50, 0.9), ("DCP", 93.80, 50, 0.31), ("NS", 93.80, 48, 0.53),
+        ("SFP", 93.59, 51, 0.24), ("CCP", 93.50, 47, 0.04), ("FPGM", 93.59, 53, 0.1), ("DeepHoyer", 93.80, 48, 0.26),
+        ("DLLP", 92.80, 55, 0.04),
+    ]  # fmt: skip
+    rows = [
+        dense,
+        channel,
+        Row(
+            "dllp-channel-70", Job("resnet56", "dllp", keep=kept("70")), wanted=(("drop", 0.8),),
+            keep_probabilities=True,
+        ),
+        replace(weight, wanted=(("drop", 0.0),)),
+        Row("dllp-weight-90", Job("resnet56", "dllp", "weight", kept("90")), wanted=(("drop", 0.7),)),
+        *rest,
+        Row("resnet20-dense", Job("resnet20", "dense")),
+        Row("resnet20-dllp-weight", Job("resnet20", "dllp", "weight", changes=fewer), wanted=(("acc", 90.3),)),
+    ]  # fmt: skip
+    return Table(
+        "table1", "Table 1: ResNet-56 on CIFAR-10", tuple(rows), tuple(Quoted(m, "resnet56", *v) for m, *v in quoted)
+    )
+
+
+def _table2() -> Table:
+    quoted = [
+        ("LIWS", 93.45, 70.6, 0.8), ("ThiNet", 93.36, 50, 0.14), ("CP", 93.18, 50, 0.32), ("RNP", 92.15, 50, 0.85),
+        ("FBS", 93.03, 50, 0.47), ("DLLP", 92.80, 74.65, 1.24),
+    ]  # fmt: skip
+    rows = _rows("vgg16_bn", "74.65", 93.2, (("drop", 0.2),))
+    return Table(
+        "table2", "Table 2: VGG-16 on CIFAR-10", tuple(rows), tuple(Quoted(m, "vgg16_bn", *v) for m, *v in quoted)
+    )
+
+
+TABLES: dict[str, Table] = {made.name: made for made in (_table1(), _table2())}
