@@ -82,9 +82,9 @@ def main() -> None:
         trainer = trainer_for(model, config, device, gated=phase != "dense")
         trainer.step_index = 0 if phase == "dense" else int(0.2 * trainer.total_steps)
         if phase == "discrete":
-            trainer.logits.normal_(generator=trainer.generator)
-            trainer.discretise()
-        trainer._set_knobs()
+            trainer.belief.logits.normal_(generator=trainer.belief.generator)
+            trainer.discretise(trainer.gating)
+        trainer.set_knobs()
 
         def step() -> None:
             trainer.capture(x, y, key=trainer.phase)

@@ -20,6 +20,7 @@ from dllp.data import load as load_data
 from dllp.errors import ArtifactError, ConfigError, DataError, StructureError
 from dllp.extract import Slab, extract
 from dllp.gating import ChannelGating, FilterFn, WeightGating
+from dllp.objective import Task
 from dllp.particles import Particles
 from dllp.posterior import Posterior
 from dllp.slicing import cut
@@ -125,9 +126,9 @@ def prune(
     config = (config or Config()).resolved()
     device = find_device(config.device)
     batches = as_batches(data, config, device)
-    example = example_of(batches)
+    example, targets = example_of(batches)
     structure = discover(model, example, filter_fn=filter_fn)
-    check_targets(model, batches, example)
+    check_targets(model, batches, config.task, example, targets)
     if config.granularity == "channel" and not structure.groups:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(structure.whole.items())[:3])
         raise StructureError(f"the network has no channels that can be pruned ({reasons}): try granularity='weight'")
@@ -150,9 +151,9 @@ def train_dense(
     config = (config or Config()).resolved()
     device = find_device(config.device)
     batches = as_batches(data, config, device)
-    example = example_of(batches)
+    example, targets = example_of(batches)
     structure = discover(model, example, filter_fn=lambda module, name: False)
-    check_targets(model, batches, example)
+    check_targets(model, batches, config.task, example, targets)
     particles = Particles.start(model, config, device)
     trainer = Trainer(particles, None, config, num_data=batches.num_examples, steps_per_epoch=batches.steps)
     history = trainer.run(batches, on_epoch=on_epoch, on_step=on_step)
@@ -161,13 +162,14 @@ def train_dense(
 
 def collect(trainer: Trainer, structure: Structure, example: Tensor, history: list[EpochRecord]) -> Result:
     """Extract every particle of a finished run and count what it costs."""
-    slabs = extract(trainer.particles, trainer.gating, trainer.keep, example)
-    noise = (-2 * trainer.log_d).exp().cpu()
+    slabs = extract(trainer.particles, trainer.gating, trainer.belief.keep, example)
+    belief = trainer.belief
+    noise = belief.noise().cpu()
     dense = Size(structure.flops.dense, round(structure.params.dense))
     sizes, widths = [dense] * len(slabs), {}
-    gating, keep = trainer.gating, trainer.keep
+    gating, keep = trainer.gating, belief.keep
     if gating is not None and keep is not None:
-        z = keep.to(trainer.logits.dtype)
+        z = keep.to(belief.logits.dtype)
         sizes = [
             Size(float(macs), round(float(params)))
             for macs, params in zip(gating.flops.expected(z), gating.params.expected(z), strict=True)
@@ -184,9 +186,9 @@ def collect(trainer: Trainer, structure: Structure, example: Tensor, history: li
         dense=dense,
         sizes=sizes,
         gates={
-            "logits": trainer.logits.cpu(),
+            "logits": belief.logits.cpu(),
             "keep": (empty if keep is None else keep).cpu(),
-            "slab": trainer.log_slab.exp().cpu(),
+            "slab": belief.log_slab.exp().cpu(),
             "noise": noise,
         },
         widths=widths,
@@ -206,13 +208,20 @@ def load(folder: str | Path, model: nn.Module) -> Result:
         rest = {key: run[key] for key in ("history", "widths", "whole", "info")}
         gates = artifacts.read_tensors(folder / "gates.safetensors")
         noise = gates["noise"]
+        if not isinstance(recipes, list) or not len(recipes) == len(sizes) == len(noise) == len(gates["keep"]):
+            raise TypeError
+    except ConfigError as error:
+        raise ArtifactError(f"{folder / artifacts.RUN}: {error}") from None
     except (KeyError, TypeError, AttributeError):
         raise ArtifactError(f"{folder / artifacts.RUN} lacks a field or has one of the wrong type") from None
     slabs = []
     for i, recipe in enumerate(recipes):
         reference = copy.deepcopy(model).cpu().eval()
         artifacts.read_network(folder / f"reference-{i}.safetensors", reference)
-        network = cut(reference, recipe)
+        try:
+            network = cut(reference, recipe)
+        except StructureError as error:
+            raise ArtifactError(f"{folder / artifacts.RUN}: {error}") from None
         artifacts.read_network(folder / f"particle-{i}.safetensors", network)
         slabs.append(Slab(network, reference, recipe, gated, gates["keep"][i].bool()))
     posterior = Posterior([slab.network for slab in slabs], noise, config.task)
@@ -251,33 +260,36 @@ def as_batches(data: Data, config: Config, device: torch.device) -> Batches | Lo
     if not isinstance(data, ArrayData):
         raise DataError(f"data of type {type(data).__name__} cannot be used: give a DataLoader or a pair of tensors")
     validate(data)
-    if data.is_classification != (config.task == "classification"):
-        other = "regression" if config.task == "classification" else "classification"
-        raise DataError(f"task = {config.task} does not fit labels of type {data.y.dtype}: use task = {other}")
     return Batches(data, config.batch_size, config.seed, device, channels_last)
 
 
-def example_of(batches: Batches | LoaderBatches) -> Tensor:
-    """Two inputs of the first batch, on the CPU: what the network is traced with."""
-    x, _ = next(iter(batches.epoch(0)))
-    return x[:2].cpu().contiguous()
+def example_of(batches: Batches | LoaderBatches) -> tuple[Tensor, Tensor]:
+    """Two inputs of the first batch and their targets, on the CPU: what the network is traced with."""
+    x, y = next(iter(batches.epoch(0)))
+    return x[:2].cpu().contiguous(), y[:2].cpu()
 
 
-def check_targets(model: nn.Module, batches: Batches | LoaderBatches, example: Tensor) -> None:
-    """Labels must lie within the network's outputs; discover() has shown that it takes the inputs."""
+def check_targets(
+    model: nn.Module, batches: Batches | LoaderBatches, task: Task, example: Tensor, targets: Tensor
+) -> None:
+    """Targets must fit the task and the network's outputs; discover() has shown that it takes the inputs."""
+    if targets.is_floating_point() != (task == "regression"):
+        other = "regression" if task == "classification" else "classification"
+        raise DataError(f"task = {task} does not fit labels of type {targets.dtype}: use task = {other}")
     with torch.no_grad():
-        first = next(model.parameters())
+        first = next(model.parameters(), example)
         probe = copy.deepcopy(model).eval()
         outputs = probe(example.to(first.device, first.dtype) if example.is_floating_point() else example)
     if not isinstance(outputs, Tensor) or outputs.dim() < 2:
         raise StructureError("the network must return one tensor of shape (batch, outputs)")
-    if isinstance(batches, LoaderBatches):
+    if task == "regression":
+        found, wanted = outputs[0].numel(), targets[0].numel()
+        if found != wanted:
+            raise DataError(f"the network gives {found} outputs but the data has {wanted} targets: both must agree")
+    elif isinstance(batches, LoaderBatches):
         batches.num_classes = outputs.shape[1]
-    elif batches.data.is_classification:
+    else:
         validate(batches.data, outputs.shape[1])
-    elif outputs[0].numel() != batches.data.y[0].numel():
-        found, wanted = outputs[0].numel(), batches.data.y[0].numel()
-        raise DataError(f"the network gives {found} outputs but the data has {wanted} targets: both must agree")
 
 
 def make_gating(

@@ -33,7 +33,7 @@ _INDEX, _VALUE = "#index", "#value"
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file so that it is there whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as handle:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dllp.errors import ConfigError
 
@@ -58,7 +59,6 @@ class Config:
         dual_step: Step of the budget's multiplier.
         gap_penalty: Weight of the squared gap between expected cost and ramp.
         mean_weight: Share of the task loss taken on the mean prediction of all particles.
-        average_from: Progress from which weights are averaged into the result (1: off).
         patience: Stop early when the training loss has not improved for this many epochs after
             gates are discrete (0: run all epochs).
     """
@@ -107,10 +107,18 @@ class Config:
     dual_step: float = 0.02
     gap_penalty: float = 10.0
     mean_weight: float = 0.0
-    average_from: float = 1.0
     patience: int = 0
 
     def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():
+            if not _fits(getattr(self, name), hint):
+                raise ConfigError(f"{name} = {getattr(self, name)!r}: {_wanted(hint)} is needed")
+        for name in ("weight_decay", "sparsity"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ConfigError(f"{name} = {value}: it must not be negative")
+        if self.slab_bounds is not None and not 0 < self.slab_bounds[0] <= self.slab_bounds[1] < math.inf:
+            raise ConfigError(f"slab_bounds = {self.slab_bounds}: give 0 < lower <= upper")
         for name in ("keep_flops", "keep_params"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1:
@@ -155,8 +163,14 @@ class Config:
     def paper(cls, **changes: Any) -> Config:
         """The paper's own setting: lr 0.1 to 0.001, batch 512, 60 epochs, equation 9, h = log 2."""
         preset: dict[str, Any] = dict(
-            lr=0.1, lr_end=0.001, batch_size=512, epochs=60, beta=0.1, init="fresh",
-            likelihood="gaussian", bandwidth="paper",
+            lr=0.1,
+            lr_end=0.001,
+            batch_size=512,
+            epochs=60,
+            beta=0.1,
+            init="fresh",
+            likelihood="gaussian",
+            bandwidth="paper",
         )
         return cls(**{**preset, **changes})
 
@@ -177,3 +191,23 @@ class Config:
             return cls(**values)
         except TypeError as error:
             raise ConfigError(f"a configuration value has the wrong type: {error}") from None
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value has the annotated type; integers are floats too, booleans are neither."""
+    if get_origin(hint) in (UnionType, Union):
+        return any(_fits(value, part) for part in get_args(hint))
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and len(value) == 2 and all(_fits(v, float) for v in value)
+    if hint in (int, float):
+        return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _wanted(hint: Any) -> str:
+    """An annotation in words."""
+    choices = [str(c) for part in (hint, *get_args(hint)) if get_origin(part) is Literal for c in get_args(part)]
+    kinds = [part.__name__ for part in (hint, *get_args(hint)) if isinstance(part, type) and part is not type(None)]
+    return " or ".join(choices + kinds)

@@ -38,7 +38,9 @@ class Capture:
         if x.device.type != "cuda":
             return self.step(x, y)
         # shapes never change within a phase: let cuDNN measure which kernels are fastest
-        with torch.backends.cudnn.flags(enabled=True, benchmark=not self.deterministic, deterministic=self.deterministic):
+        with torch.backends.cudnn.flags(
+            enabled=True, benchmark=not self.deterministic, deterministic=self.deterministic
+        ):
             self._run(x, y, key)
 
     def _run(self, x: Tensor, y: Tensor, key: Any) -> None:

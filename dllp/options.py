@@ -9,18 +9,19 @@ import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from jsonargparse import ActionYesNo, ArgumentParser, DefaultHelpFormatter
 
 from dllp import zoo
+from dllp.bench.tables import TABLES
 from dllp.config import Config
 from dllp.errors import ConfigError
 from dllp.task import Task
 from dllp.version import __version__
 
-OUT = "runs/last"
+OUT, RESULTS = "runs/last", "results"
 MAIN = ("keep_flops", "keep_params", "granularity", "particles", "epochs", "batch_size", "seed", "init", "device")
 """Fields of Config that help shows first."""
 SUITED = ("epochs", "batch_size", "init", "task")
@@ -47,15 +48,29 @@ EVALUATE_EXAMPLES = """examples:
   dllp evaluate runs/demo --corrupt gaussian-blur:1,2,3 sharpen noise:0.1 --json robustness.json
   dllp evaluate runs/mine --model my_package.nets:trained --data other_photos --subset 0.2"""
 
+BENCH_EXAMPLES = """Results lie in DIR/NAME: runs.jsonl (a line for each finished job), summary.json, table.md,
+and test probabilities. Finished jobs are never run again: the same command goes on where it was interrupted.
+
+examples:
+  dllp bench table1 --data-root data
+      every row with its own number of seeds (five for the headline, three elsewhere)
+  dllp bench table1 --rows dense 'dllp-channel-*' --seeds 0 1 2 --list
+      what would be run, and what is finished
+  dllp bench table2 --shard 1/2 & dllp bench table2 --shard 2/2; wait
+      two processes share the work
+  dllp bench table1 --validation 5000 --epochs 20 --rows dllp-channel-55 --seeds 0
+      a choice of hyperparameters: trained on 45,000 images, evaluated on the 5,000 others, in a folder of its own"""
+
 
 def parse(words: Iterable[str]) -> tuple[str, dict[str, Any]]:
     """The command, and what the user gave for it; nothing that was not given."""
     parser = _parser(
-        "prune, evaluate", ABOUT, "`dllp COMMAND --help` explains a command and shows examples.", prog="dllp"
+        "prune, evaluate, bench", ABOUT, "`dllp COMMAND --help` explains a command and shows examples.", prog="dllp"
     )
     commands = parser.add_subcommands(dest="command", metavar="COMMAND", title="commands")
     commands.add_subcommand("prune", _prune(), help="train and prune a network in one run")
     commands.add_subcommand("evaluate", _evaluate(), help="measure the networks of a run folder")
+    commands.add_subcommand("bench", _bench(), help="measure a table of the paper")
     try:
         given = parser.parse_args([_dashed(word) for word in words], defaults=False)
     except argparse.ArgumentError as error:
@@ -137,6 +152,36 @@ def _evaluate() -> ArgumentParser:
     return parser
 
 
+def _bench() -> ArgumentParser:
+    about = "Run what a table of the paper still lacks, and write the table from everything that is finished."
+    parser = _parser("bench NAME", about, BENCH_EXAMPLES)
+    parser.add_argument("name", type=str, metavar="NAME", help=f"{', '.join(TABLES)}.")
+    parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="Seeds, instead of each row's own.")
+    parser.add_argument("--rows", type=str, nargs="+", metavar="ROW", help="Rows to run, by name or pattern.")
+    parser.add_argument("--out", type=str, default=RESULTS, metavar="DIR", help="Folder of all results.")
+    _add_fields(parser, Task, ("data_root",))
+    _add_fields(parser, Config, ("device",))
+    text = "float32, or bfloat16 with float32 master weights. (default: bfloat16 on CUDA)"
+    parser.add_argument("--precision", type=Literal["float32", "bfloat16"], metavar="float32|bfloat16", help=text)
+    parser.add_argument("--epochs", type=int, metavar="N", help="Epochs of a quick try, in a folder of its own.")
+    text = "Training images to hold out and evaluate on instead of the test set, in a folder of its own."
+    parser.add_argument("--validation", type=int, metavar="N", help=text)
+    parser.add_argument("--shard", type=str, metavar="I/N", help="Run the I-th of N shares of the jobs.")
+    parser.add_argument("--list", action="store_true", help="Print the jobs and what is finished, and run nothing.")
+    parser.add_argument("--summary-only", action="store_true", help="Write the table again, and run nothing.")
+    parser.add_argument("--quiet", action="store_true", help="Print nothing but errors.")
+    return parser
+
+
+def shard(text: str) -> tuple[int, int]:
+    """'2/3' -> (2, 3)."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    index, count = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= index <= count:
+        raise ConfigError(f"shard = {text!r}: give I/N with I from 1 to N, for example 1/2")
+    return index, count
+
+
 def _add_fields(group: Any, cls: type, names: Sequence[str], **override: Any) -> None:
     """An option for each named field of a dataclass, explained by its docstring."""
     types, texts = typing.get_type_hints(cls), _texts(cls)
@@ -186,11 +231,11 @@ def _plain(message: str) -> str:
     """A parser's message as one line in the user's words."""
     unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
     if unknown:
-        options = [flag for parser in (_prune(), _evaluate()) for flag in parser._option_string_actions]
+        options = [flag for parser in (_prune(), _evaluate(), _bench()) for flag in parser._option_string_actions]
         return f"unknown option {unknown[1]}{_near(unknown[1], options)}"
     key = re.match(r'Parser key "(\w+)":', message)
     if not key:
-        return message.replace("evaluate.folder", "the run folder")
+        return message.replace("evaluate.folder", "the run folder").replace("bench.name", "the table's name")
     kinds: list[str] = re.findall(r"Expected an? (typing\.Literal\[.*?\]|<class '\w+'>)", message)
     words = [_KINDS.get(kind) or kind.removeprefix("typing.Literal").strip("[]").replace("'", "") for kind in kinds]
     wanted = [word for word in words if not word.startswith("<")]

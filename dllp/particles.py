@@ -90,10 +90,14 @@ class Layout:
 
 @dataclass
 class Sliced:
-    """A particle's small network with rows of its own, and the full row's coordinate behind each of their elements."""
+    """A particle's small network with rows of its own, and the full row's coordinate behind each of their elements.
+
+    `slab` is what will remain of it: `recipe` may keep more channels, to a width that the device likes.
+    """
 
     network: nn.Module
     recipe: Recipe
+    slab: Recipe
     layout: Layout
     row: Tensor
     gradient: Tensor
@@ -151,12 +155,13 @@ class Particles:
             self.layout.targets(network, gradient) for network, gradient in pairs
         ]
 
-    def slice(self, recipes: Sequence[Recipe]) -> None:
-        """Replace the networks that are trained by their sliced parts; rows and momentum keep their full shape."""
-        self.sliced = [
-            slice_particle(network, self.layout, recipe, self.channels_last)
-            for network, recipe in zip(self.networks, recipes, strict=True)
-        ]
+    def slice(self, recipes: Sequence[Recipe], slabs: Sequence[Recipe] | None = None) -> None:
+        """Replace the networks that are trained by their sliced parts; rows and momentum keep their full shape.
+
+        Where `recipes` keep more than the slab, `slabs` say what the slab is.
+        """
+        triples = zip(self.networks, recipes, slabs or recipes, strict=True)
+        self.sliced = [slice_particle(net, self.layout, wide, slab, self.channels_last) for net, wide, slab in triples]
         self.gradients.zero_()  # the small networks write only their own coordinates
         self._aim()
 
@@ -165,13 +170,16 @@ class Particles:
         for row, part in zip(self.rows, self.sliced, strict=False):
             torch.index_select(row, 0, part.coordinates, out=part.row)
 
-    def differentiate(self, i: int, value: Tensor, *others: Tensor) -> list[Tensor | None]:
+    def differentiate(
+        self, i: int, value: Tensor, *others: Tensor, into: Tensor | None = None, retain_graph: bool = False
+    ) -> list[Tensor | None]:
         """Write the gradient of `value` in particle i's parameters into its row; returns those in `others`.
 
-        One multi-tensor copy instead of one accumulation for each parameter.
+        One multi-tensor copy instead of one accumulation for each parameter. `into` (n, P) takes the gradient instead;
+        the row of `gradients` is then left undefined.
         """
         parameters, views = self._targets[i]
-        found = torch.autograd.grad(value, [*parameters, *others], allow_unused=True)
+        found = torch.autograd.grad(value, [*parameters, *others], allow_unused=True, retain_graph=retain_graph)
         pairs = [(view, gradient) for view, gradient in zip(views, found, strict=False) if gradient is not None]
         torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
             [view for view, _ in pairs], [gradient for _, gradient in pairs]
@@ -179,6 +187,10 @@ class Particles:
         for view, gradient in zip(views, found, strict=False):
             if gradient is None:  # not used this time: what an earlier step wrote must go
                 view.zero_()
+        if into is not None and self.sliced:
+            into[i].zero_().index_copy_(0, self.sliced[i].coordinates, self.sliced[i].gradient)
+        elif into is not None:
+            into[i].copy_(self.gradients[i])
         return list(found[len(parameters) :])
 
     def collect_gradients(self) -> None:
@@ -225,7 +237,7 @@ def kept_coordinates(network: nn.Module, layout: Layout, recipe: Recipe) -> Tens
     return mask
 
 
-def slice_particle(network: nn.Module, layout: Layout, recipe: Recipe, channels_last: bool) -> Sliced:
+def slice_particle(network: nn.Module, layout: Layout, recipe: Recipe, slab: Recipe, channels_last: bool) -> Sliced:
     """Cut the network, and find each remaining parameter's coordinate by cutting its atlas alike."""
     first = next(network.parameters())
     small, charted = cut(network, recipe), cut(atlas(network, layout), recipe)
@@ -235,18 +247,20 @@ def slice_particle(network: nn.Module, layout: Layout, recipe: Recipe, channels_
     coordinates = torch.full((compact.size,), layout.spare, dtype=torch.int64)
     for name, parameter in charted.named_parameters():
         compact.segments[name].view(coordinates).copy_(parameter.data.long())
-    return Sliced(small, recipe, compact, row, torch.zeros_like(row), coordinates.to(first.device))
+    return Sliced(small, recipe, slab, compact, row, torch.zeros_like(row), coordinates.to(first.device))
 
 
 def scatter_buffers(network: nn.Module, part: Sliced) -> None:
-    """Write the small network's buffers (running statistics) to their places in the full one."""
-    atlas = copy.deepcopy(network).to("cpu", torch.float64)
-    for buffer in atlas.buffers():
+    """Write the slab's buffers (running statistics) to their places in the full network."""
+    charted = copy.deepcopy(network).to("cpu", torch.float64)
+    for buffer in charted.buffers():
         # in float64 whatever the buffer holds: bool and uint8 cannot count
         buffer.data = torch.arange(buffer.numel(), dtype=torch.float64).view(buffer.shape)
-    positions = dict(cut(atlas, part.recipe).named_buffers())
+    positions, slab = (dict(cut(charted, recipe).named_buffers()) for recipe in (part.recipe, part.slab))
     values = dict(part.network.named_buffers())
     for name, buffer in network.named_buffers():
+        places = positions[name].long().flatten()
+        ours = torch.isin(places, slab[name].long())
         flat = buffer.flatten()
-        flat[positions[name].long().flatten().to(buffer.device)] = values[name].flatten()
+        flat[places[ours].to(buffer.device)] = values[name].flatten()[ours.to(buffer.device)]
         buffer.copy_(flat.view(buffer.shape))

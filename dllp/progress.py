@@ -57,6 +57,8 @@ class Bar(Silent):
 
     def begin(self, title: str, epochs: int, target: float | None) -> None:
         self.epochs, self.target = epochs, target
+        for old in self.bar.task_ids[:-2]:
+            self.bar.remove_task(old)
         self.task = self.bar.add_task(title, total=None, epoch=f"epoch 1/{epochs}", numbers="")
 
     def step(self, trainer: Trainer) -> None:

@@ -1,14 +1,15 @@
 """Algorithm 1: Stein variational gradient descent on spike-and-slab particles (equations 14 and 15).
 
-One run has three phases. `open`: every gate is 1 and the networks learn to see. `soft`: gates are relaxed samples, their
-logits follow the objective and the budget's multiplier. `discrete`: the gates are decided, channel-gated networks are
-sliced, and the same run goes on in the small shape.
+One run has three phases. `open`: every gate is 1 and the networks learn to see. `soft`: gates are relaxed samples and
+their logits follow the objective and the budget's multiplier. `discrete`: the gates are decided, channel-gated networks
+are sliced, and the same run goes on in the small shape.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -16,13 +17,15 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from dllp import gates, objective, priors, schedule, stein
+from dllp import objective, priors, schedule, stein
+from dllp.belief import Belief
 from dllp.config import Config
 from dllp.engine import Capture
 from dllp.errors import DllpError
-from dllp.gating import Budget, ChannelGating, WeightGating
+from dllp.gating import ChannelGating, WeightGating
 from dllp.particles import Particles
 from dllp.slicing import Fold
+from dllp.update import update_rows
 
 Phase = Literal["open", "soft", "discrete"]
 T = TypeVar("T")
@@ -59,7 +62,7 @@ class EpochRecord:
 
 
 class Trainer:
-    """Everything that changes during a run, and the step that changes it.
+    """The weights of a run, what they believe, and the step that changes both.
 
     Args:
         particles: The networks; `gating` None trains them as they are (the dense reference).
@@ -74,47 +77,27 @@ class Trainer:
     ) -> None:  # fmt: skip
         self.particles, self.gating, self.config, self.num_data = particles, gating, config, num_data
         self.steps_per_epoch, self.total_steps = steps_per_epoch, steps_per_epoch * config.epochs
-        n, device, dtype = len(particles), particles.device, particles.rows.dtype
-        units, modules = (gating.units, len(gating.scales.modules)) if gating else (0, 0)
+        rows, device = particles.rows, particles.device
+        self.belief = Belief(gating, config, rows, num_data)
         self.step_index = 0
         self.lane = 8 if device.type == "cuda" else 1  # widths that tensor cores like
-        self.keep: Tensor | None = None  # (n, U) bool, once the gates are discrete
-        self.closed: list[tuple[Fold, Tensor]] = []  # padding channels of sliced networks, and the gates that close them
-        self.momentum = torch.zeros_like(particles.rows)
-        self.prior_scores = torch.zeros_like(particles.rows) if gating else None
-        self.scores = torch.zeros_like(particles.rows) if config.likelihood == "gaussian" else None
-        self.logits = torch.full((n, units), config.gate_logit, device=device, dtype=dtype)
-        self.log_slab = torch.full((n, modules), config.slab, device=device, dtype=dtype).log()
-        self.log_d = torch.zeros(n, device=device, dtype=dtype)
-        self.multiplier = torch.zeros(n, device=device, dtype=dtype)
-        self.gap = torch.zeros(n, device=device, dtype=dtype)
-        self.generator = torch.Generator(device).manual_seed(config.seed)
-        self.knobs = torch.zeros(3, device=device, dtype=dtype)  # lr, temperature, ramp: read inside captured steps
-        self.statistics = torch.zeros(2, n, device=device, dtype=torch.float64)  # sums of loss and of correct answers
-        self.adam = torch.optim.Adam(
-            [
-                {"params": [self.logits], "lr": config.lr_gates},
-                {"params": [self.log_slab, self.log_d], "lr": config.lr_scales},
-            ],
-            capturable=device.type == "cuda",
-        )
-        for tensor in (self.logits, self.log_slab, self.log_d):
-            tensor.grad = torch.zeros_like(tensor)
-        self.budget: Budget = "params" if config.keep_params is not None else "flops"
-        self.target = config.keep_params if config.keep_params is not None else config.keep_flops
+        self.closed: list[tuple[Fold, Tensor]] = []  # folds and gates that close the padding of slices
+        self.momentum = torch.zeros_like(rows)
         self.gaussian = config.likelihood == "gaussian"
-        gated = gating.units if gating else 1
-        self.strength = 1 / max(num_data, gated if config.prior_strength == "tempered" else 1)
+        self.scores = torch.zeros_like(rows if self.gaussian else rows[:, :0])
+        self.prior_scores = torch.zeros_like(rows if gating else rows[:, :0])
+        self.knobs = rows.new_zeros(3)  # lr, temperature, ramp: read inside captured steps
+        self.statistics = torch.zeros(2, len(rows), device=device, dtype=torch.float64)  # sums of loss and of hits
         lengths = {"module": particles.layout.blocks, "all": None, "coordinate": "coordinate"}[config.blocks]
         self.blocks = stein.block_index(lengths, device) if isinstance(lengths, list) else lengths
-        self.learnable = particles.layout.learnable(particles.networks[0]).to(device)
-        self.moving = self.learnable.to(dtype).expand(n, -1)  # (n, P): 0 where a weight stands still
-        self.decay = config.weight_decay * self._ungated()
-        self.streams = [torch.cuda.Stream(device) for _ in range(n)] if device.type == "cuda" and n > 1 else []
-        # one fused kernel on CUDA; its inputs never change shape, so it is compiled once
+        self.learnable = particles.layout.learnable(particles.networks[0]).to(rows)
+        self.moving = self.learnable.expand(len(rows), -1)  # (n, P): 0 where a weight stands still
+        self.decay = self._decay()
+        self.streams = [torch.cuda.Stream(device) for _ in rows] if device.type == "cuda" and len(rows) > 1 else []
+        # its inputs never change shape, so it is compiled once
         self.update = torch.compile(update_rows, dynamic=False) if device.type == "cuda" else update_rows
         self.capture = Capture(
-            self.step, self.generator, enabled=config.engine != "eager" and device.type == "cuda",
+            self.step, self.belief.generator, enabled=config.engine != "eager" and device.type == "cuda",
             deterministic=config.deterministic,
         )  # fmt: skip
 
@@ -126,25 +109,26 @@ class Trainer:
 
     @property
     def phase(self) -> Phase:
-        if self.keep is not None:
+        if self.belief.keep is not None:
             return "discrete"
         return "open" if self.gating is None or self.progress < self.config.open_until else "soft"
 
-    def _set_knobs(self) -> None:
-        c, p = self.config, self.progress
+    def set_knobs(self) -> None:
+        """Learning rate, temperature and budget of the step that comes."""
+        c, p, target = self.config, self.progress, self.belief.target
         warmup = min(c.warmup / c.epochs, 0.5)
         lr = schedule.learning_rate((self.step_index + 1) / self.total_steps, peak=c.lr, end=c.lr_end, warmup=warmup)
         tau = schedule.temperature(p, start=c.tau_start, end=c.tau_end, until=c.discrete_at)
-        ramp = schedule.budget_ramp(p, target=self.target or 1.0, begin=c.open_until, until=c.ramp_until)
+        ramp = schedule.budget_ramp(p, target=target or 1.0, begin=c.open_until, until=c.ramp_until)
         self.lr, self.tau, self.ramp = lr, tau, ramp
         self.knobs.copy_(torch.tensor([lr, tau, ramp], dtype=self.knobs.dtype), non_blocking=True)
 
-    def _ungated(self) -> Tensor:
-        """(P,): 1 where no prior acts, so that each weight has exactly one shrinkage in each phase (Section 2)."""
-        mask = torch.ones_like(self.particles.rows[0])
-        if self.gating is not None and self.keep is None:
-            mask[self.gating.scales.coordinates.flatten()] = 0
-        return mask
+    def _decay(self) -> Tensor:
+        """(P,) weight decay where no prior acts: each weight has exactly one shrinkage in each phase (Section 2)."""
+        decay = torch.full_like(self.particles.rows[0], self.config.weight_decay or 0.0)
+        if self.gating is not None and self.belief.keep is None:
+            decay[self.gating.scales.coordinates.flatten()] = 0
+        return decay
 
     # ---- the run
 
@@ -155,86 +139,79 @@ class Trainer:
         """Train from where the run stands to its end; returns the records of the epochs it ran."""
         history: list[EpochRecord] = []
         best, waited = float("inf"), 0
-        for epoch in range(self.step_index // self.steps_per_epoch, self.config.epochs):
-            began = time.perf_counter()
-            for x, y in batches.epoch(epoch, self.step_index % self.steps_per_epoch):
-                if self.keep is None and self.gating is not None and self.progress >= self.config.discrete_at:
-                    self.discretise()
-                self._set_knobs()
-                self.capture(x, y, key=self.phase)
-                self.step_index += 1
-                if on_step is not None:
-                    on_step(self)
-            history.append(self._record(epoch, began))
-            if on_epoch is not None:
-                on_epoch(history[-1])
-            loss = sum(history[-1].loss)
-            best, waited = (loss, 0) if loss < best else (best, waited + (self.phase == "discrete"))
-            if self.config.patience and waited >= self.config.patience:
-                break
-        if self.keep is None and self.gating is not None:
-            self.discretise()
+        with deterministic_kernels(self.config.deterministic):
+            for epoch in range(self.step_index // self.steps_per_epoch, self.config.epochs):
+                history.append(self._epoch(epoch, batches, on_step))
+                if on_epoch is not None:
+                    on_epoch(history[-1])
+                if self.phase == "discrete":
+                    loss = sum(history[-1].loss)
+                    best, waited = (loss, 0) if loss < best else (best, waited + 1)
+                if self.config.patience and waited >= self.config.patience:
+                    break
+        if self.gating is not None and self.belief.keep is None:
+            self.discretise(self.gating)
         self.particles.finish()
         return history
 
-    def discretise(self) -> None:
-        """Decide every gate so that the true cost meets the budget, and slice channel-gated networks."""
-        gating, particles = self.gating, self.particles
-        assert gating is not None
-        self.keep = torch.stack([gating.select(row, self.budget, self.target) for row in self.logits])
-        self._freeze_spike()
+    def _epoch(self, epoch: int, batches: Batches, on_step: Callable[[Trainer], None] | None) -> EpochRecord:
+        began = time.perf_counter()
+        for x, y in batches.epoch(epoch, self.step_index % self.steps_per_epoch):
+            if self.phase != "discrete" and self.gating is not None and self.progress >= self.config.discrete_at:
+                self.discretise(self.gating)
+            self.set_knobs()
+            self.capture(x, y, key=self.phase)
+            self.step_index += 1
+            if on_step is not None:
+                on_step(self)
+        return self._record(epoch, began)
+
+    def discretise(self, gating: ChannelGating | WeightGating) -> None:
+        """Decide the gates. From here on only the slab moves, and what remains of the prior is a weight decay on it."""
+        particles = self.particles
+        keep = self.belief.decide()
+        pairs = zip(particles.networks, keep, strict=True)
+        moving = [gating.slab_coordinates(network, particles.layout, row) for network, row in pairs]
+        self.moving = torch.stack(moving).to(particles.rows) * self.learnable
+        self.momentum *= self.moving
+        self.decay = self._decay()
         if isinstance(gating, ChannelGating):
-            self._slice(gating)
+            self._slice(gating, keep)
         self.capture.reset()
 
-    def _slice(self, gating: ChannelGating) -> None:
+    def _slice(self, gating: ChannelGating, keep: Tensor) -> None:
         """Train the small networks from here on, their channels padded with closed ones to what the device likes."""
-        assert self.keep is not None
-        padded = [gating.padded(keep, row, self.lane) for keep, row in zip(self.keep, self.logits, strict=True)]
-        pairs = zip(self.particles.networks, padded, strict=True)
-        self.particles.slice([gating.recipe(network, keep) for network, keep in pairs])
+        padded = [gating.padded(row, logits, self.lane) for row, logits in zip(keep, self.belief.logits, strict=True)]
+        networks = self.particles.networks
+        wide = [gating.recipe(network, row) for network, row in zip(networks, padded, strict=True)]
+        slab = [gating.recipe(network, row) for network, row in zip(networks, keep, strict=True)]
+        self.particles.slice(wide, slab)
         if self.lane > 1:
-            parts = zip(self.particles.sliced, padded, self.keep, strict=True)
-            self.closed = [gating.closed(part.network, part.recipe, pad, keep) for part, pad, keep in parts]
-
-    def _freeze_spike(self) -> None:
-        """From here on only the slab moves; what remains of the prior is its Gaussian, a weight decay on the slab."""
-        particles, gating = self.particles, self.gating
-        assert self.keep is not None and gating is not None
-        moving = [gating.slab_coordinates(network, particles.layout, keep)
-                  for network, keep in zip(particles.networks, self.keep, strict=True)]  # fmt: skip
-        self.moving = torch.stack(moving).to(self.moving) * self.learnable
-        self.momentum *= self.moving
-        self.decay = self.config.weight_decay * self._ungated()
+            parts = zip(self.particles.sliced, padded, keep, strict=True)
+            self.closed = [gating.closed(part.network, part.recipe, pad, row) for part, pad, row in parts]
 
     # ---- one step; nothing in it reads a value back to the host
 
     def step(self, x: Tensor, y: Tensor) -> None:
         """One update of all particles from one batch."""
         self.particles.begin_step()
-        z = self._sample_gates()
-        gate_gradient = self._backward(x, y, z)
+        z = self._gates()
+        through = self._backward(x, y, z)
         self.particles.collect_gradients()
         with torch.no_grad():
-            if self.gating is not None and self.keep is None:
-                pull = self._prior(z, gate_gradient)
-                self._advance()
-                self._shrink_spike(pull)
+            if self.gating is not None and self.belief.keep is None:
+                self._step_with_prior(self.gating.scales.coordinates, z, through)
             else:
                 self._advance()
-            self.adam.step()
-            if self.config.slab_bounds is not None:
-                self.log_slab.copy_(priors.clamp_slab(self.log_slab, self.config.slab_bounds))
+            self.belief.update()
 
-    def _sample_gates(self) -> Tensor:
+    def _gates(self) -> Tensor:
         """(n, U): relaxed samples while the gates are soft, decided gates for discrete weights, otherwise ones."""
         if self.phase == "soft":
-            shape, device, dtype = self.logits.shape, self.logits.device, self.logits.dtype
-            noise = torch.rand(shape, generator=self.generator, device=device, dtype=dtype)
-            return gates.sample(self.logits, self.knobs[1], noise)
-        if self.keep is not None:
-            return self.keep.to(self.logits.dtype)
-        return torch.ones_like(self.logits)
+            return self.belief.sample(self.knobs[1])
+        if self.belief.keep is not None:
+            return self.belief.keep.to(self.belief.logits.dtype)
+        return torch.ones_like(self.belief.logits)
 
     def _each(self, work: Callable[[int], T]) -> list[T]:
         """work(i) for every particle; on CUDA each on a stream of its own, joined at the end."""
@@ -275,143 +252,85 @@ class Trainer:
         def work(i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             output = ready[i] if share else self._forward(i, x, leaves[i])
             loss = objective.task_loss(output, y, c.task)
-            through = leaves[i : i + 1] if leaves[i].requires_grad else []
-            extra = self._likelihood_scores(i, output, y, through) if self.gaussian else None
+            rest = objective.residuals(output, y, c.task)
+            leaf = leaves[i : i + 1] if leaves[i].requires_grad else []
+            extra = self._likelihood_scores(i, rest, leaf) if self.gaussian else None
             total = loss if mean is None else (1 - share) * loss + share * objective.twin_loss(output, mean)
-            gate = self.particles.differentiate(i, total, *through)
-            gate_gradient = gate[0] if gate and gate[0] is not None else torch.zeros_like(leaves[i])
+            found = self.particles.differentiate(i, total, *leaf)
+            through = found[0] if found and found[0] is not None else torch.zeros_like(leaves[i])
             # a likelihood that is the task loss has beta times its gradient: one backward serves both (Section 3)
-            gate_gradient = gate_gradient * (1 + c.beta) if extra is None else gate_gradient - c.beta * extra
+            through = through * (1 + c.beta) if extra is None else through - c.beta * extra
             with torch.no_grad():
-                right = (output.argmax(1) == y).double().mean() if c.task == "classification" else loss.new_zeros(())
-                noise = objective.noise_gradient(objective.residuals(output, y, c.task), self.log_d[i])
-            return loss.detach(), right, noise, gate_gradient
+                hits = (output.argmax(1) == y).double().mean() if c.task == "classification" else loss.new_zeros(())
+                noise = objective.noise_gradient(rest, self.belief.log_d[i])
+            return loss.detach(), hits, noise, through
 
-        losses, rights, noises, gate_gradients = (torch.stack(v) for v in zip(*self._each(work), strict=True))
+        losses, hits, noises, through = (torch.stack(values) for values in zip(*self._each(work), strict=True))
         self.statistics[0] += losses
-        self.statistics[1] += rights
-        self.log_d.grad.copy_(noises).mul_(-c.beta)  # type: ignore[union-attr]
-        return gate_gradients
+        self.statistics[1] += hits
+        self.belief.d_noise.copy_(noises).mul_(-c.beta)
+        return through
 
-    def _likelihood_scores(self, i: int, output: Tensor, y: Tensor, through: list[Tensor]) -> Tensor:
-        """Gradients of equation 9 by a vector-Jacobian product of their own: of parameters into `scores`, of gates (U,)."""
-        rest = objective.residuals(output, y, self.config.task)
-        value = objective.gaussian_log_likelihood(rest, self.log_d[i])
-        part = self.particles.sliced[i] if self.particles.sliced else None
-        target = torch.zeros_like(part.row) if part else self.scores[i].zero_()  # type: ignore[index]
-        layout = part.layout if part else self.particles.layout
-        parameters, views = layout.targets(self.particles.active[i], target)
-        found = torch.autograd.grad(value, [*parameters, *through], retain_graph=True, allow_unused=True)
-        for view, gradient in zip(views, found, strict=False):
-            if gradient is not None:
-                view.copy_(gradient)
-        if part:
-            self.scores[i].zero_().index_copy_(0, part.coordinates, target)  # type: ignore[index]
-        gate = found[-1] if through else None
-        return torch.zeros_like(self.logits[i]) if gate is None else gate
+    def _likelihood_scores(self, i: int, rest: Tensor, leaf: list[Tensor]) -> Tensor:
+        """Gradients of equation 9 by a vector-Jacobian product of their own: parameters' into `scores`, gates' (U,)."""
+        value = objective.gaussian_log_likelihood(rest, self.belief.log_d[i])
+        found = self.particles.differentiate(i, value, *leaf, into=self.scores, retain_graph=True)
+        return found[0] if found and found[0] is not None else torch.zeros_like(self.belief.logits[i])
 
-    def _prior(self, z: Tensor, gate_gradient: Tensor) -> Tensor:
-        """Slab's pull on the weights, gradients of logits and slab precisions; returns the spike's pull (n, U)."""
-        c, scales, rows = self.config, self.gating.scales, self.particles.rows  # type: ignore[union-attr]
-        value, slab = scales.of(rows), scales.spread(self.log_slab).exp()
-        prior = (value, self.logits, slab, c.epsilon)
-        slab_pull, spike_pull = priors.precision_parts(*prior)  # type: ignore[arg-type]
-        at = scales.coordinates
-        self.prior_scores[:, at] = (slab_pull * (-self.strength) / scales.count)[..., None] * rows[:, at]
-        slab_gradient = scales.module_sums(priors.log_slab_score(*prior))  # type: ignore[arg-type]
-        self.log_slab.grad.copy_(slab_gradient).mul_(-c.beta * self.strength)  # type: ignore[union-attr]
+    def _step_with_prior(self, at: Tensor, z: Tensor, through: Tensor) -> None:
+        """Slab by its score, spike as a proximal step: stable however narrow it is (Section 1, stiffness)."""
+        c, rows = self.config, self.particles.rows
+        slab, spike = self.belief.prior_pulls(rows)
+        self.prior_scores[:, at] = -slab[..., None] * rows[:, at]
         if self.phase == "soft":
-            through_gates = gate_gradient * z * (1 - z) / self.knobs[1]
-            prior_gradient = -c.beta * self.strength * priors.gate_score(*prior)  # type: ignore[arg-type]
-            self.logits.grad.copy_(through_gates + prior_gradient + self._budget())  # type: ignore[union-attr]
-            if self.target is not None:
-                self.multiplier.add_(self.gap, alpha=c.dual_step)
-        return spike_pull
-
-    def _budget(self) -> Tensor:
-        """(n, U): gradient of the budget's energy in the logits; leaves the gap behind for the dual ascent."""
-        cost = getattr(self.gating, self.budget)
-        with torch.enable_grad():
-            logits = self.logits.detach().requires_grad_()
-            fraction = cost.expected(logits.sigmoid()) / cost.dense
-            if self.target is None:
-                energy = self.config.sparsity * fraction
-            else:
-                energy, gap = objective.budget_energy(fraction, self.knobs[2], self.multiplier, self.config.gap_penalty)
-                self.gap.copy_(gap.detach())
-            (gradient,) = torch.autograd.grad(energy.sum(), logits)
-        return gradient
+            self.belief.gate_gradient(z, through, self.knobs[1], self.knobs[2])
+        self._advance()
+        pull = self.knobs[0] * (c.beta / (len(rows) * (1 - c.momentum))) * spike[..., None] * self.learnable[at]
+        rows[:, at] = priors.proximal_spike(rows[:, at], pull)
 
     def _advance(self) -> None:
-        """Equation 15 on the matrix."""
+        """Equations 14 and 15: kernel weights of every block, then one fused update."""
         c, rows = self.config, self.particles.rows
-        weights: tuple[Tensor, ...] = ()
+        weights: tuple[Tensor, Tensor] | tuple[()] = ()
         if len(rows) > 1 and self.gating is not None:
             weights = stein.pair_weights(rows, num_data=self.num_data, bandwidth=c.bandwidth, blocks=self.blocks)
         index = self.blocks.index if isinstance(self.blocks, stein.BlockIndex) else None
+        prior = self.prior_scores if self.gating is not None and self.belief.keep is None else None
         self.update(
-            rows, self.particles.gradients, self.momentum, self.scores if self.gaussian else None,
-            self.prior_scores if self.gating is not None and self.keep is None else None,
+            rows, self.particles.gradients, self.momentum, self.scores if self.gaussian else None, prior,
             weights, index, self.decay, self.moving, self.knobs[0],
             0.0 if self.gating is None else c.beta, c.momentum,
         )  # fmt: skip
 
-    def _shrink_spike(self, pull: Tensor) -> None:
-        """The spike's pull as a proximal step: stable however narrow the spike is (Section 1, stiffness)."""
-        c, scales, rows = self.config, self.gating.scales, self.particles.rows  # type: ignore[union-attr]
-        rate = c.beta * self.strength / (len(rows) * (1 - c.momentum))
-        step = self.knobs[0] * rate * pull / scales.count
-        rows[:, scales.coordinates] = priors.proximal_spike(rows[:, scales.coordinates], step[..., None])
-
-    # ---- looking at it
-
-    def cost(self) -> Tensor:
-        """(n,) expected (soft) or true (discrete) cost over the dense cost."""
-        if self.gating is None:
-            return torch.ones(len(self.particles))
-        cost = getattr(self.gating, self.budget)
-        theta = self.logits.sigmoid() if self.keep is None else self.keep.to(self.logits.dtype)
-        return cost.expected(theta) / cost.dense
-
     def _record(self, epoch: int, began: float) -> EpochRecord:
-        loss, correct = (self.statistics / self.steps_per_epoch).tolist()  # waits for the device: now the time is true
+        loss, hits = (self.statistics / self.steps_per_epoch).tolist()  # waits for the device: now the time is true
         seconds = time.perf_counter() - began
         self.statistics.zero_()
-        if not all(abs(v) < float("inf") for v in loss):
+        if not all(abs(value) < float("inf") for value in loss):
             raise DllpError(f"the loss is not finite in epoch {epoch + 1} ({loss}): lower lr (now {self.config.lr})")
-        decided = self.keep is not None or self.gating is None
         return EpochRecord(
             epoch=epoch + 1,
             phase=self.phase,
             loss=loss,
-            accuracy=correct if self.config.task == "classification" else None,
+            accuracy=hits if self.config.task == "classification" else None,
             lr=self.lr,
             temperature=self.tau,
             budget=self.ramp,
-            cost=self.cost().tolist(),
-            multiplier=self.multiplier.tolist(),
-            undecided=[0.0] * len(loss) if decided else objective.undecided(self.logits.sigmoid()).tolist(),
-            noise=(-2 * self.log_d).exp().tolist(),
+            cost=self.belief.cost().tolist(),
+            multiplier=self.belief.multiplier.tolist(),
+            undecided=self.belief.undecided().tolist(),
+            noise=self.belief.noise().tolist(),
             seconds=seconds,
             engine=self.capture.state,
         )
 
 
-def update_rows(
-    rows: Tensor, gradients: Tensor, momentum: Tensor, scores: Tensor | None, prior_scores: Tensor | None,
-    weights: tuple[Tensor, ...], index: Tensor | None, decay: Tensor, moving: Tensor, lr: Tensor,
-    beta: float, inertia: float,
-) -> None:  # fmt: skip
-    """(n, P) matrices -> rows and momentum after theta_i - lr (grad CE_i - beta phi_i), with Nesterov momentum.
-
-    Elementwise throughout, so that one kernel can do it all. `scores` None means that the likelihood is the task loss;
-    `weights` are those of :func:`stein.pair_weights`, empty where a particle is alone.
-    """
-    score = -gradients if scores is None else scores * moving
-    if prior_scores is not None:
-        score = score + prior_scores
-    phi = stein.combine(rows, score, *weights, index) if weights else score / len(rows) if beta else score
-    step = (gradients - beta * phi + decay * rows) * moving
-    velocity = inertia * momentum + step
-    momentum.copy_(velocity)
-    rows.sub_(lr * (step + inertia * velocity))
+@contextmanager
+def deterministic_kernels(wanted: bool) -> Iterator[None]:
+    """Ask PyTorch for deterministic algorithms while a run lasts."""
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        torch.use_deterministic_algorithms(wanted or before)
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

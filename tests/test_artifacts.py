@@ -294,9 +294,6 @@ def test_a_missing_field_is_an_error(folder: Path, field: str) -> None:
         dllp.load(folder, build())
 
 
-reported = pytest.mark.xfail(reason="reported: another error, or none", strict=True)
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -304,14 +301,14 @@ reported = pytest.mark.xfail(reason="reported: another error, or none", strict=T
         ("gated", 3),
         ("dense", 3),
         ("sizes", 3),
-        pytest.param("config", {"keep_flops": 7}, marks=reported),
-        pytest.param("config", {"unknown": 7}, marks=reported),
-        pytest.param("recipes", None, marks=reported),
-        pytest.param("recipes", 3, marks=reported),
-        pytest.param("recipes", [3, 3], marks=reported),
-        pytest.param("recipes", [{"0": {"out": [99]}}] * 2, marks=reported),
-        pytest.param("recipes", [{}] * 5, marks=reported),
-        pytest.param("recipes", [], marks=reported),
+        ("config", {"keep_flops": 7}),
+        ("config", {"unknown": 7}),
+        ("recipes", None),
+        ("recipes", 3),
+        ("recipes", [3, 3]),
+        ("recipes", [{"0": {"out": [99]}}] * 2),
+        ("recipes", [{}] * 5),
+        ("recipes", []),
     ],
 )
 def test_fields_of_the_wrong_kind_are_errors_of_the_run(folder: Path, field: str, value: Any) -> None:

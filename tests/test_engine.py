@@ -89,7 +89,7 @@ def train(engine: str, **changes: object) -> tuple[Trainer, list[Tensor]]:
     trainer = Trainer(particles, gating, config, num_data=1000, steps_per_epoch=STEPS)
     generator = torch.Generator().manual_seed(1)
     # gates far enough apart that rounding does not decide which of them stay
-    trainer.logits += torch.randn(trainer.logits.shape, generator=generator).to(device)
+    trainer.belief.logits += torch.randn(trainer.belief.logits.shape, generator=generator).to(device)
     batches = [
         (
             torch.randn(32, 3, 32, 32, generator=generator).to(device, memory_format=torch.channels_last),

@@ -33,6 +33,7 @@ DERIVED = ("magnitude", "random")
 OnEpoch = Callable[[EpochRecord], None]
 OnStep = Callable[[Trainer], None]
 CORRUPTIONS = ("gaussian-blur:1,2,3,5", "sharpen")
+FLOPS_OF = {"dense": "the dense network", "channel": "the extracted network", "weight": "its non-zero weights"}
 MACHINE = ("device", "precision", "engine", "deterministic")
 """Fields of Config that say how something is computed, not what."""
 LATER: dict[str, Any] = {}
@@ -93,7 +94,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A job's JSON line; probabilities (n, B, C) of its networks on each version of the evaluation data; labels (B,)."""
+    """A job's JSON line, and (n, B, C) probabilities on each version of the evaluation data with its labels (B,)."""
 
     line: dict[str, Any]
     probabilities: dict[str, np.ndarray]
@@ -137,7 +138,7 @@ class Runner:
             "dense_macs": trained.dense.macs,
             "dense_params": trained.dense.params,
             "flops_removed": [1 - size.macs / trained.dense.macs for size in trained.sizes],
-            "flops_of": "non-zero weights" if job.granularity == "weight" else "the extracted network",
+            "flops_of": FLOPS_OF["dense" if job.method == "dense" else job.granularity],
             "train_seconds": trained.seconds,
             "config": config.resolved().as_dict(),
             **trained.detail,

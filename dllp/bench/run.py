@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def finish(
         except DllpError as error:
             failures.append((planned, error))
             continue
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        now = datetime.now(UTC).isoformat(timespec="seconds")
         line = {"row": planned.row.name, **outcome.line, "date": now, **(note or {})}
         keep = planned.row.keep_probabilities and not planned.job.validation
         store.add(line, {**outcome.probabilities, LABELS: outcome.labels} if keep else None)
@@ -58,9 +58,25 @@ def finish(
         raise type(error)(f"{planned.row.name}, seed {planned.job.seed}: {error}{others}")
 
 
-def write_summary(table: Table, store: Store, variant: Variant, command: str) -> dict[str, Any] | None:
+def describe(planned: Planned) -> str:
+    """A job in words."""
+    return f"{planned.row.name} seed {planned.job.seed}"
+
+
+def figures(line: Mapping[str, Any]) -> str:
+    """The line of a finished job in short."""
+    particles, together = line["particles"], line["ensemble"]
+    parts = ["accuracy " + " / ".join(f"{100 * particle['accuracy']:.2f}" for particle in particles)]
+    if len(particles) > 1:
+        parts.append(f"all {100 * together['accuracy']:.2f}")
+    parts += [f"NLL {together['nll']:.3f}", f"ECE {100 * together['ece']:.2f}"]
+    parts += [f"{100 * min(line['flops_removed']):.2f}% of FLOPs removed", f"{line['train_seconds']:.0f} s"]
+    return ", ".join(parts)
+
+
+def write_summary(table: Table, store: Store, variant: Variant) -> dict[str, Any] | None:
     """Write summary.json and table.md from whatever is finished; nothing where nothing is."""
-    summary = summarise(table, store.lines(), variant, command)
+    summary = summarise(table, store.lines(), variant)
     if not summary["rows"]:
         return None
     artifacts.write_json(store.folder / SUMMARY, summary)

@@ -1,7 +1,9 @@
 """The results folder of a table: what is finished, in a form that a crash cannot spoil.
 
-    runs.jsonl                     one line for each finished job, only ever appended to
-    probabilities/DIGEST.npz       (n, B, C) test probabilities on each version of the test set, and the labels (B,)
+    runs.jsonl                  one line for each finished job, only ever appended to
+    probabilities/DIGEST.npz    (n, B, C) test probabilities on each version of the test set, and the labels (B,)
+
+A job is named by its digest; what has a line is finished and is never run again.
 """
 
 from __future__ import annotations
@@ -109,14 +111,15 @@ def pack(probabilities: Mapping[str, np.ndarray]) -> bytes:
 
 
 def shortened(probabilities: np.ndarray) -> np.ndarray:
-    """float16 with only the bits that a metric feels: relative steps of 1/256 from 1/16 up, of 1/4 below; >= 2^-22.
+    """float16 with only the bits that a metric feels: all from 1/16 up, two below, one below 1/256; at least 2^-22.
 
-    Half the size of plain float16. Errors are random and small beside those of 10,000 test images: NLL, ECE and
-    mutual information move by less than 3e-4 on clean data, and the order of the large probabilities stays.
+    That takes half the space of plain float16. Rounding errors of small probabilities are random and average out over
+    a test set: NLL, ECE and mutual information of 10,000 clean images move by about 1e-4, accuracy does not.
     """
-    mantissa, exponent = np.frexp(probabilities.astype(np.float64))
-    steps = np.where(probabilities < 1 / 16, 2.0**3, 2.0**9)
-    rounded = np.ldexp(np.rint(mantissa * steps) / steps, exponent)
+    wide = probabilities.astype(np.float64)
+    mantissa, exponent = np.frexp(wide)
+    levels = np.where(wide < 1 / 256, 4, 8)
+    rounded = np.where(wide < 1 / 16, np.ldexp(np.rint(mantissa * levels) / levels, exponent), wide)
     return np.maximum(rounded, 2.0**-22).astype(np.float16)
 
 

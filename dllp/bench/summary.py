@@ -12,6 +12,8 @@ from typing import Any
 
 from dllp.bench.tables import Quoted, Row, Table, Variant
 
+Lines = Sequence[dict[str, Any]]
+"""Finished runs, as :meth:`dllp.bench.store.Store.lines` gives them."""
 UNITS = {"acc, drop, gain, flops_removed, params_kept, ece": "percent", "nll": "nats", "train_seconds": "seconds"}
 VERSIONS = ("dllp", "torch", "python")
 METHODS = {
@@ -28,17 +30,14 @@ EXPLANATION = (
 )
 
 
-def summarise(table: Table, lines: Sequence[dict[str, Any]], variant: Variant, command: str) -> dict[str, Any]:
-    """Finished runs -> the content of summary.json; runs that belong to no row, or to another recipe, are left out.
-
-    Args:
-        lines: From :meth:`dllp.bench.store.Store.lines`.
-        command: What makes this table again.
-    """
+def summarise(table: Table, lines: Lines, variant: Variant) -> dict[str, Any]:
+    """Finished runs -> the content of summary.json; runs that belong to no row, or to another recipe, are left out."""
     members = {row.name: list(table.members(row, lines, variant)) for row in table.rows}
     dense = {row.job.network: members[row.name] for row in table.rows if row.job.method == "dense"}
     rows = [
-        summarise_row(row, members[row.name], dense.get(row.job.network, [])) for row in table.rows if members[row.name]
+        summarise_row(row, members[row.name], dense.get(row.job.network, []), () if variant.suffix else row.wanted)
+        for row in table.rows
+        if members[row.name]
     ]
     used = [line for found in members.values() for line in found]
     return {
@@ -48,7 +47,7 @@ def summarise(table: Table, lines: Sequence[dict[str, Any]], variant: Variant, c
         "quoted": [vars(quoted) for quoted in table.quoted],
         "evaluated_on": "validation" if variant.validation else "test",
         "units": UNITS,
-        "command": command,
+        "command": _command(table, rows, used, variant),
         "hardware": _distinct(line["hardware"] for line in used),
         "precision": _distinct(line["config"]["precision"] for line in used),
         "processes_sharing_the_device": max((line.get("processes", 1) for line in used), default=1),
@@ -57,7 +56,7 @@ def summarise(table: Table, lines: Sequence[dict[str, Any]], variant: Variant, c
     }
 
 
-def summarise_row(row: Row, lines: Sequence[dict[str, Any]], dense: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summarise_row(row: Row, lines: Lines, dense: Lines, wanted: Sequence[tuple[str, float]]) -> dict[str, Any]:
     """One row: particles are pooled over seeds, the particles' mean prediction and the times are means over seeds."""
     job, first = row.job, lines[0]
     singles = [particle for line in lines for particle in line["particles"]]
@@ -89,11 +88,11 @@ def summarise_row(row: Row, lines: Sequence[dict[str, Any]], dense: Sequence[dic
         "ece_mean": 100 * statistics.fmean(single["ece"] for single in singles),
         "ensemble_ece_mean": 100 * statistics.fmean(values["ece"] for values in together),
         "train_seconds_mean": statistics.fmean(line["train_seconds"] for line in lines),
-        "wanted": [_verdict(name, value, lines, dense) for name, value in row.wanted],
+        "wanted": [_verdict(name, value, lines, dense) for name, value in wanted],
     }
 
 
-def _verdict(name: str, wanted: float, lines: Sequence[dict[str, Any]], dense: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _verdict(name: str, wanted: float, lines: Lines, dense: Lines) -> dict[str, Any]:
     """Whether a figure reaches what was wanted, or misses it by less than its own standard error."""
     reference, ensembles = _accuracies(dense), [100 * line["ensemble"]["accuracy"] for line in lines]
     values = ensembles if name == "gain" else _accuracies(lines)
@@ -109,6 +108,19 @@ def _verdict(name: str, wanted: float, lines: Sequence[dict[str, Any]], dense: S
         verdict = "reached within its standard error" if error is not None and -short <= error else "missed"
     found = -value if name == "drop" else value
     return {"figure": name, "wanted": wanted, "found": found, "standard_error": error, "verdict": verdict}
+
+
+def _command(table: Table, rows: Lines, used: Lines, variant: Variant) -> str:
+    """What makes the whole table again; every line of runs.jsonl has the command that made it."""
+    words = ["dllp", "bench", table.name]
+    own = {row.name: list(row.seeds) for row in table.rows}
+    if any(row["seeds"] != own[row["name"]] for row in rows):
+        words += ["--seeds", *map(str, sorted({seed for row in rows for seed in row["seeds"]}))]
+    precisions = {line["config"]["precision"] for line in used}
+    words += ["--precision", *precisions] if len(precisions) == 1 else []
+    words += ["--epochs", str(variant.epochs)] if variant.epochs else []
+    words += ["--validation", str(variant.validation)] if variant.validation else []
+    return " ".join(words)
 
 
 # ---- Markdown
@@ -146,9 +158,7 @@ def markdown(table: Table, summary: dict[str, Any]) -> str:
 
 def _measured(row: dict[str, Any]) -> list[str]:
     several = row["particles"] > 1
-    method = METHODS[row["method"]]
-    if row["method"] != "dense":
-        method += f" ({row['granularity']})" if row["method"] == "dllp" else ""
+    method = METHODS[row["method"]] + (f" {row['granularity']}" if row["method"] == "dllp" else "")
     kept = f", {row['params_kept_mean']:.2f}% of weights kept" if row["granularity"] == "weight" else ""
     std = "" if row["acc_std"] is None else f" ± {row['acc_std']:.2f}"
     error = "" if row["drop_se"] is None else f" ± {row['drop_se']:.2f}"
@@ -166,7 +176,8 @@ def _measured(row: dict[str, Any]) -> list[str]:
 def _printed(row: Quoted) -> list[str]:
     """A quoted row: what the paper prints, and a mark."""
     accuracy = f"{row.dense_acc - row.drop:.2f} (dense {row.dense_acc:.2f})"
-    cells = [f"*{row.method}, quoted from the paper*", f"{row.flops_removed:g}%", "not stated", accuracy, f"{row.drop:g}"]
+    method, removed = f"*{row.method}, quoted from the paper*", f"{row.flops_removed:g}%"
+    cells = [method, removed, "not stated", accuracy, f"{row.drop:g}"]
     return cells + ["–"] * (_CELLS - len(cells) - 1) + [""]
 
 
@@ -186,7 +197,7 @@ def _line(cells: Sequence[str]) -> str:
 # ---- small statistics
 
 
-def _accuracies(lines: Sequence[dict[str, Any]]) -> list[float]:
+def _accuracies(lines: Lines) -> list[float]:
     """Mean accuracy of each run's particles, in percent: runs are independent, a run's particles are not quite."""
     return [100 * statistics.fmean(particle["accuracy"] for particle in line["particles"]) for line in lines]
 

@@ -55,6 +55,12 @@ class Variant:
     epochs: int | None = None
     validation: int = 0
 
+    def __post_init__(self) -> None:
+        if self.epochs is not None and self.epochs < 1:
+            raise ConfigError(f"epochs = {self.epochs}: at least 1 is needed")
+        if self.validation < 0:
+            raise ConfigError(f"validation = {self.validation}: give the number of training images to hold out")
+
     def of(self, job: Job, seed: int) -> Job:
         """The job as this variant runs it."""
         return replace(job, seed=seed, epochs=self.epochs or job.epochs, validation=self.validation)
@@ -150,7 +156,7 @@ def table(name: str) -> Table:
 
 
 def _rows(network: str, removed: str, dense_wanted: float, channel_wanted: tuple[tuple[str, float], ...]) -> list[Row]:
-    """What both tables have, at `removed` percent of the FLOPs removed; the two rows of the headline have five seeds."""
+    """What both tables have, at `removed` percent fewer FLOPs; the two rows of the headline have five seeds."""
     keep = kept(removed)
     dense, channel = Job(network, "dense"), Job(network, "dllp", keep=keep)
     return [

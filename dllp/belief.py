@@ -1,0 +1,135 @@
+"""What is learned beside the weights: gates, slab precisions, the likelihood's noise, and the budget's multiplier.
+
+They follow the plain gradient of the objective (equation 12's min-max read as empirical Bayes); every gradient but the
+budget's is in closed form.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dllp import gates, objective, priors
+from dllp.config import Config
+from dllp.errors import DllpError
+from dllp.gating import Budget, ChannelGating, WeightGating
+
+
+class Belief:
+    """The beliefs of n particles about U gates in L modules.
+
+    Args:
+        gating: What the gates rule; None where there are none.
+        config: A resolved configuration.
+        rows: (n, P) particles, for shape, device and dtype.
+        num_data: N, the size of the training set.
+    """
+
+    def __init__(
+        self, gating: ChannelGating | WeightGating | None, config: Config, rows: Tensor, num_data: int
+    ) -> None:
+        self.gating, self.config = gating, config
+        units, modules = (gating.units, len(gating.scales.modules)) if gating else (0, 0)
+        n, device = len(rows), rows.device
+        self.logits = rows.new_full((n, units), config.gate_logit)
+        self.log_slab = rows.new_full((n, modules), config.slab).log()
+        self.log_d = rows.new_zeros(n)
+        self.multiplier = rows.new_zeros(n)
+        self.gap = rows.new_zeros(n)
+        self.keep: Tensor | None = None  # (n, U) bool, once the gates are discrete
+        self.d_logits, self.d_slab, self.d_noise = (torch.zeros_like(t) for t in self._learned)
+        self.log_slab.grad, self.log_d.grad = self.d_slab, self.d_noise  # the logits' comes when they start to learn
+        rates = (config.lr_gates, config.lr_scales, config.lr_scales)
+        groups = [{"params": [value], "lr": lr} for value, lr in zip(self._learned, rates, strict=True)]
+        self.adam = torch.optim.Adam(groups, capturable=device.type == "cuda")
+        self.generator = torch.Generator(device).manual_seed(config.seed)
+        self.budget: Budget = "params" if config.keep_params is not None else "flops"
+        self.target = config.keep_params if config.keep_params is not None else config.keep_flops
+        self.spike = float(config.epsilon or 0)
+        gated = units if config.prior_strength == "tempered" else 1
+        self.strength = 1 / max(num_data, gated)
+        # the prior pushes a gate by beta / N, the budget by about 1 / U: it must be able to hold against it
+        self.leverage = max(1.0, config.beta * self.strength * units)
+
+    @property
+    def _gating(self) -> ChannelGating | WeightGating:
+        if self.gating is None:
+            raise DllpError("there are no gates in a dense run")
+        return self.gating
+
+    @property
+    def _learned(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.logits, self.log_slab, self.log_d
+
+    def sample(self, temperature: Tensor) -> Tensor:
+        """(n, U) relaxed gates, with noise from the run's own generator."""
+        shape, device, dtype = self.logits.shape, self.logits.device, self.logits.dtype
+        noise = torch.rand(shape, generator=self.generator, device=device, dtype=dtype)
+        return gates.sample(self.logits, temperature, noise)
+
+    def prior_pulls(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(n, P) -> the pull of slab and spike on each unit's coordinates, (n, U) each; sets the slab's gradient."""
+        scales = self._gating.scales
+        self.prior = (scales.of(rows), self.logits, scales.spread(self.log_slab).exp(), self.spike)
+        slab_gradient = scales.module_sums(priors.log_slab_score(*self.prior))
+        self.d_slab.copy_(slab_gradient).mul_(-self.config.beta * self.strength)
+        slab, spike = priors.precision_parts(*self.prior)
+        return self.strength * slab / scales.count, self.strength * spike / scales.count
+
+    def gate_gradient(self, z: Tensor, through: Tensor, temperature: Tensor, ramp: Tensor) -> None:
+        """Set the logits' gradient from the loss's gradient in the sampled gates (n, U), the prior and the budget."""
+        self.logits.grad = self.d_logits
+        prior = priors.gate_score(*self.prior)
+        energy = self._budget_gradient(ramp)
+        self.d_logits.copy_(through * z * (1 - z) / temperature - self.config.beta * self.strength * prior + energy)
+        if self.target is not None:
+            self.multiplier.add_(self.gap, alpha=self.config.dual_step * self.leverage)
+
+    def _budget_gradient(self, ramp: Tensor) -> Tensor:
+        """(n, U): gradient of the budget's energy in the logits; leaves the gap behind for the dual ascent."""
+        with torch.enable_grad():
+            logits = self.logits.detach().requires_grad_()
+            fraction = self._fraction(logits.sigmoid())
+            penalty = self.config.gap_penalty * self.leverage
+            if self.target is None:
+                energy = (self.config.sparsity or 0.0) * fraction
+            else:
+                energy, gap = objective.budget_energy(fraction, ramp, self.multiplier, penalty)
+                self.gap.copy_(gap.detach())
+            (gradient,) = torch.autograd.grad(energy.sum(), logits)
+        return gradient
+
+    def _fraction(self, theta: Tensor) -> Tensor:
+        cost = getattr(self._gating, self.budget)
+        return cost.expected(theta) / cost.dense
+
+    def update(self) -> None:
+        """One step of Adam; the slab stays within its bounds."""
+        self.adam.step()
+        if self.config.slab_bounds is not None:
+            self.log_slab.copy_(priors.clamp_slab(self.log_slab, self.config.slab_bounds))
+
+    def decide(self) -> Tensor:
+        """Decide every gate so that the true cost meets the budget: bool (n, U). From here on only the noise learns."""
+        if not bool(self.logits.isfinite().all()):
+            raise DllpError(f"the gates are not finite: training diverged; lower lr (now {self.config.lr})")
+        keep = torch.stack([self._gating.select(row, self.budget, self.target) for row in self.logits])
+        self.logits.grad = self.log_slab.grad = None
+        self.keep = keep
+        return keep
+
+    def cost(self) -> Tensor:
+        """(n,) expected (soft) or true (discrete) cost over the dense cost."""
+        if self.gating is None:
+            return torch.ones_like(self.log_d)
+        return self._fraction(self.logits.sigmoid() if self.keep is None else self.keep.to(self.logits.dtype))
+
+    def undecided(self) -> Tensor:
+        """(n,) share of gates whose probability is neither below 5% nor above 95%."""
+        if self.gating is None or self.keep is not None:
+            return torch.zeros_like(self.log_d)
+        return objective.undecided(self.logits.sigmoid())
+
+    def noise(self) -> Tensor:
+        """(n,) variance 1/d^2 of the likelihood."""
+        return (-2 * self.log_d).exp()

@@ -1,0 +1,33 @@
+"""Equation 15 on the matrix of particles, elementwise, so that one kernel can do it all."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dllp import stein
+
+
+def update_rows(
+    rows: Tensor, gradients: Tensor, momentum: Tensor, scores: Tensor | None, prior_scores: Tensor | None,
+    weights: tuple[Tensor, Tensor] | tuple[()], index: Tensor | None, decay: Tensor, moving: Tensor, lr: Tensor,
+    beta: float, inertia: float,
+) -> None:  # fmt: skip
+    """theta_i <- theta_i - lr (grad CE_i - beta phi_i) for (n, P) rows, with Nesterov momentum, in place.
+
+    Args:
+        gradients: Of the task loss.
+        scores: Of the likelihood; None where it is the task loss itself.
+        prior_scores: Of the prior; None once the gates are discrete.
+        weights: Of :func:`dllp.stein.pair_weights`; empty where particles do not interact.
+        index: (P,) block of every column.
+        decay: (P,) weight decay.
+        moving: (n, P), 0 where a weight stands still.
+    """
+    score = -gradients if scores is None else scores * moving
+    if prior_scores is not None:
+        score = score + prior_scores
+    phi = stein.combine(rows, score, *weights, index) if weights else score
+    step = (gradients - beta * phi + decay * rows) * moving
+    velocity = inertia * momentum + step
+    momentum.copy_(velocity)
+    rows.sub_(lr * (step + inertia * velocity))
