@@ -511,7 +511,7 @@ def test_mistakes_are_one_line(table: Table, tmp_path: Path, capsys: pytest.Capt
         (["tiny", "--validation", "-3"], "validation = -3"),
         (["tiny", "--validation", "64"], "leaves nothing on one side"),
         (["tiny", "--seeds", "one"], "seeds"),
-        (["tiny", "--precision", "int8"], "expected float32 or bfloat16"),
+        (["tiny", "--precision", "int8"], "expected float32, bfloat16"),
         (["tiny", "--sharp", "1/2"], "did you mean --shard?"),
         (["table1", "--data-root", str(tmp_path / "nowhere")], "nowhere is no folder"),
         ([], "the table's name"),

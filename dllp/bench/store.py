@@ -83,7 +83,7 @@ class Store:
         """(n, B, C) float64 probabilities by version of the test set, each summing to 1, and labels (B,)."""
         path = self._arrays(digest)
         try:
-            with np.load(path, allow_pickle=False) as arrays:
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
                 stored = {name: arrays[name] for name in arrays.files}
             labels = stored.pop(LABELS)
         except FileNotFoundError:
