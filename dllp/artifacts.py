@@ -44,9 +44,8 @@ def write_bytes(path: Path, content: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):  # the folder itself may be what is missing
             temporary.unlink()
-        raise ArtifactError(
-            f"cannot write {path}: {error.strerror}; free some space or choose another folder"
-        ) from None
+        reason = "Not a directory" if isinstance(error, FileExistsError) else error.strerror
+        raise ArtifactError(f"cannot write {path}: {reason}; free some space or choose another folder") from None
 
 
 def write_json(path: Path, value: Any) -> None:

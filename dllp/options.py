@@ -233,7 +233,7 @@ def _plain(message: str) -> str:
     if unknown:
         options = [flag for parser in (_prune(), _evaluate(), _bench()) for flag in parser._option_string_actions]
         return f"unknown option {unknown[1]}{_near(unknown[1], options)}"
-    key = re.match(r'Parser key "(\w+)":', message)
+    key = re.match(r'Parser key "(\w+)"(?: element \d+)?:', message)
     if not key:
         return message.replace("evaluate.folder", "the run folder").replace("bench.name", "the table's name")
     kinds: list[str] = re.findall(r"Expected an? (typing\.Literal\[.*?\]|<class '\w+'>)", message)

@@ -510,7 +510,7 @@ def test_mistakes_are_one_line(table: Table, tmp_path: Path, capsys: pytest.Capt
         (["tiny", "--epochs", "0"], "epochs = 0"),
         (["tiny", "--validation", "-3"], "validation = -3"),
         (["tiny", "--validation", "64"], "leaves nothing on one side"),
-        (["tiny", "--seeds", "one"], "seeds"),
+        (["tiny", "--seeds", "0", "one"], "seeds = one: expected a whole number"),
         (["tiny", "--precision", "int8"], "expected float32, bfloat16"),
         (["tiny", "--sharp", "1/2"], "did you mean --shard?"),
         (["table1", "--data-root", str(tmp_path / "nowhere")], "nowhere is no folder"),
