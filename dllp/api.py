@@ -14,20 +14,26 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dllp import artifacts
+from dllp.checkpoints import Checkpoints, State
 from dllp.config import Config
 from dllp.data import ArrayData, Batches, Dataset, LoaderBatches, from_pair, validate
 from dllp.data import load as load_data
-from dllp.errors import ArtifactError, ConfigError, DataError, StructureError
+from dllp.errors import ArtifactError, ConfigError, DataError, NumericsError, StructureError
 from dllp.extract import Slab, extract
 from dllp.gating import ChannelGating, FilterFn, WeightGating
 from dllp.objective import Task
 from dllp.particles import Particles
 from dllp.posterior import Posterior
 from dllp.slicing import cut
+from dllp.state import restore, snapshot
 from dllp.structure import Structure, discover
 from dllp.train import EpochRecord, Trainer
 from dllp.version import __version__
 
+OnEpoch = Callable[[EpochRecord], None]
+OnStep = Callable[[Trainer], None]
+ROLLBACKS = 3
+"""How often a run may go back to its last checkpoint with half the learning rate."""
 Data = DataLoader[Any] | tuple[Any, Any] | ArrayData | Dataset | str
 
 
@@ -110,8 +116,9 @@ def prune(
     config: Config | None = None,
     *,
     filter_fn: FilterFn | None = None,
-    on_epoch: Callable[[EpochRecord], None] | None = None,
-    on_step: Callable[[Trainer], None] | None = None,
+    on_epoch: OnEpoch | None = None,
+    on_step: OnStep | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> Result:
     """Prune a network by DLLP in one training run; `model` itself is left as it was.
 
@@ -122,21 +129,20 @@ def prune(
         filter_fn: `filter_fn(module, name)` says what may be touched.
         on_epoch: Called with an :class:`EpochRecord` after each epoch.
         on_step: Called with the :class:`Trainer` after each step.
+        checkpoints: Where the run writes its checkpoints; it goes on from the newest one that it finds there.
     """
     config = (config or Config()).resolved()
-    device = find_device(config.device)
-    batches = as_batches(data, config, device)
-    example, targets = example_of(batches)
-    structure = discover(model, example, filter_fn=filter_fn)
-    check_targets(model, batches, config.task, example, targets)
+    batches, example, structure = _prepare(model, data, config, filter_fn)
     if config.granularity == "channel" and not structure.groups:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(structure.whole.items())[:3])
         raise StructureError(f"the network has no channels that can be pruned ({reasons}): try granularity='weight'")
-    particles = Particles.start(model, config, device)
-    gating = make_gating(model, structure, particles, config, filter_fn)
-    trainer = Trainer(particles, gating, config, num_data=batches.num_examples, steps_per_epoch=batches.steps)
-    history = trainer.run(batches, on_epoch=on_epoch, on_step=on_step)
-    return collect(trainer, structure, example, history)
+
+    def build() -> Trainer:
+        particles = Particles.start(model, config, batches.device)
+        gating = make_gating(model, structure, particles, config, filter_fn)
+        return Trainer(particles, gating, config, num_data=batches.num_examples, steps_per_epoch=batches.steps)
+
+    return collect(_train(build, batches, checkpoints, on_epoch, on_step), structure, example)
 
 
 def train_dense(
@@ -144,23 +150,72 @@ def train_dense(
     data: Data,
     config: Config | None = None,
     *,
-    on_epoch: Callable[[EpochRecord], None] | None = None,
-    on_step: Callable[[Trainer], None] | None = None,
+    on_epoch: OnEpoch | None = None,
+    on_step: OnStep | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> Result:
     """Train the unpruned network by the same recipe, without gates, prior and Stein term: what to compare with."""
     config = (config or Config()).resolved()
-    device = find_device(config.device)
-    batches = as_batches(data, config, device)
+    batches, example, structure = _prepare(model, data, config, lambda module, name: False)
+
+    def build() -> Trainer:
+        particles = Particles.start(model, config, batches.device)
+        return Trainer(particles, None, config, num_data=batches.num_examples, steps_per_epoch=batches.steps)
+
+    return collect(_train(build, batches, checkpoints, on_epoch, on_step), structure, example)
+
+
+def _prepare(
+    model: nn.Module, data: Data, config: Config, filter_fn: FilterFn | None
+) -> tuple[Batches | LoaderBatches, Tensor, Structure]:
+    """Batches on the device, an example that the network is known to take, and what of it can be pruned."""
+    batches = as_batches(data, config, find_device(config.device))
     example, targets = example_of(batches)
-    structure = discover(model, example, filter_fn=lambda module, name: False)
+    structure = discover(model, example, filter_fn=filter_fn)
     check_targets(model, batches, config.task, example, targets)
-    particles = Particles.start(model, config, device)
-    trainer = Trainer(particles, None, config, num_data=batches.num_examples, steps_per_epoch=batches.steps)
-    history = trainer.run(batches, on_epoch=on_epoch, on_step=on_step)
-    return collect(trainer, structure, example, history)
+    return batches, example, structure
 
 
-def collect(trainer: Trainer, structure: Structure, example: Tensor, history: list[EpochRecord]) -> Result:
+def _train(
+    build: Callable[[], Trainer],
+    batches: Batches | LoaderBatches,
+    checkpoints: Checkpoints | None,
+    on_epoch: OnEpoch | None,
+    on_step: OnStep | None,
+) -> Trainer:
+    """Run to the end, from the newest checkpoint on; after a broken number roll back to it, if that is wanted."""
+    for attempt in range(ROLLBACKS + 1):
+        trainer = build()
+        found = checkpoints.latest() if checkpoints is not None else None
+        if found is not None:
+            restore(trainer, found)
+        trainer.lr_scale *= 0.5**attempt
+
+        def after_step(trainer: Trainer) -> None:
+            if on_step is not None:
+                on_step(trainer)
+            if checkpoints is not None:
+                checkpoints.after_step(trainer.step_index, trainer.epoch_ends, lambda: healthy_snapshot(trainer))
+
+        try:
+            trainer.run(batches, on_epoch=on_epoch, on_step=after_step)
+            return trainer
+        except NumericsError as error:
+            if trainer.config.on_nan == "stop" or "in the data" in str(error) or attempt == ROLLBACKS:
+                raise
+        finally:
+            if checkpoints is not None:
+                checkpoints.flush()
+    raise AssertionError("the last attempt returns or raises")
+
+
+def healthy_snapshot(trainer: Trainer) -> State:
+    """A snapshot, but never of a run in which a number broke."""
+    trainer.check_health()
+    return snapshot(trainer)
+
+
+def collect(trainer: Trainer, structure: Structure, example: Tensor) -> Result:
     """Extract every particle of a finished run and count what it costs."""
     slabs = extract(trainer.particles, trainer.gating, trainer.belief.keep, example)
     belief = trainer.belief
@@ -182,7 +237,7 @@ def collect(trainer: Trainer, structure: Structure, example: Tensor, history: li
         config=trainer.config,
         slabs=slabs,
         posterior=Posterior([slab.network for slab in slabs], noise, trainer.config.task),
-        history=[record.as_dict() for record in history],
+        history=[record.as_dict() for record in trainer.history],
         dense=dense,
         sizes=sizes,
         gates={

@@ -79,6 +79,15 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise ArtifactError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """The text in a safetensors file's header."""
+    try:
+        with safe_open(path, framework="pt") as handle:
+            return handle.metadata() or {}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ArtifactError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+
+
 def write_network(path: Path, network: nn.Module, gated: tuple[str, ...] = ()) -> None:
     """A state dict; tensors named in `gated` as the positions and values of what is not zero."""
     tensors: dict[str, Tensor] = {}

@@ -37,10 +37,10 @@ class Belief:
         self.multiplier = rows.new_zeros(n)
         self.gap = rows.new_zeros(n)
         self.keep: Tensor | None = None  # (n, U) bool, once the gates are discrete
-        self.d_logits, self.d_slab, self.d_noise = (torch.zeros_like(t) for t in self._learned)
+        self.d_logits, self.d_slab, self.d_noise = (torch.zeros_like(t) for t in self.learned)
         self.log_slab.grad, self.log_d.grad = self.d_slab, self.d_noise  # the logits' comes when they start to learn
         rates = (config.lr_gates, config.lr_scales, config.lr_scales)
-        groups = [{"params": [value], "lr": lr} for value, lr in zip(self._learned, rates, strict=True)]
+        groups = [{"params": [value], "lr": lr} for value, lr in zip(self.learned, rates, strict=True)]
         self.adam = torch.optim.Adam(groups, capturable=device.type == "cuda")
         self.generator = torch.Generator(device).manual_seed(config.seed)
         self.budget: Budget = "params" if config.keep_params is not None else "flops"
@@ -58,7 +58,8 @@ class Belief:
         return self.gating
 
     @property
-    def _learned(self) -> tuple[Tensor, Tensor, Tensor]:
+    def learned(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What Adam changes: gate logits, slab precisions, noise; the last two as logarithms."""
         return self.logits, self.log_slab, self.log_d
 
     def sample(self, temperature: Tensor) -> Tensor:
@@ -103,20 +104,24 @@ class Belief:
         cost = getattr(self._gating, self.budget)
         return cost.expected(theta) / cost.dense
 
-    def update(self) -> None:
-        """One step of Adam; the slab stays within its bounds."""
+    def update(self, healthy: Tensor) -> None:
+        """One step of Adam, without gradients where a number broke; the slab stays within its bounds."""
+        for gradient in (self.d_logits, self.d_slab, self.d_noise):
+            gradient.masked_fill_(~healthy, 0)
         self.adam.step()
         if self.config.slab_bounds is not None:
             self.log_slab.copy_(priors.clamp_slab(self.log_slab, self.config.slab_bounds))
 
     def decide(self) -> Tensor:
-        """Decide every gate so that the true cost meets the budget: bool (n, U). From here on only the noise learns."""
+        """bool (n, U): the gates that stay, such that the true cost meets the budget."""
         if not bool(self.logits.isfinite().all()):
             raise DllpError(f"the gates are not finite: training diverged; lower lr (now {self.config.lr})")
-        keep = torch.stack([self._gating.select(row, self.budget, self.target) for row in self.logits])
+        return torch.stack([self._gating.select(row, self.budget, self.target) for row in self.logits])
+
+    def rest(self, keep: Tensor) -> None:
+        """Hold the decisions (n, U): from here on only the noise learns."""
         self.logits.grad = self.log_slab.grad = None
         self.keep = keep
-        return keep
 
     def cost(self) -> Tensor:
         """(n,) expected (soft) or true (discrete) cost over the dense cost."""

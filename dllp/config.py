@@ -37,6 +37,7 @@ class Config:
         precision: `bfloat16` autocasts forward and backward; master weights stay float32.
         engine: `graph` captures the step as a CUDA graph, `eager` does not,
             `auto` is graph on CUDA and eager elsewhere.
+        on_nan: What to do when a number breaks: `stop`, or `rollback` to the last checkpoint with half the lr.
         deterministic: Ask for deterministic kernels on CUDA (CPU runs always are).
         task: `classification` (cross-entropy) or `regression` (squared error).
         likelihood: `categorical` shares the cross-entropy (one backward), `gaussian` is equation 9 to the letter.
@@ -79,6 +80,7 @@ class Config:
     precision: Literal["float32", "bfloat16"] = "float32"
     engine: Literal["auto", "eager", "graph"] = "auto"
     deterministic: bool = False
+    on_nan: Literal["stop", "rollback"] = "stop"
 
     task: Literal["classification", "regression"] = "classification"
     likelihood: Literal["categorical", "gaussian"] | None = None

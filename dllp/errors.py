@@ -19,3 +19,15 @@ class StructureError(DllpError):
 
 class ArtifactError(DllpError):
     """A run folder or one of its files cannot be read or written."""
+
+
+class NumericsError(DllpError):
+    """A number broke: NaN or infinity; names the step, the tensor, the particle and the layer."""
+
+
+class Interrupted(Exception):
+    """A run was asked to stop; it has written a checkpoint. `signal` is the number of the signal that asked."""
+
+    def __init__(self, signal: int) -> None:
+        super().__init__(f"interrupted by signal {signal}")
+        self.signal = signal

@@ -8,6 +8,7 @@ are sliced, and the same run goes on in the small shape.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -17,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from dllp import objective, priors, schedule, stein
+from dllp import health, objective, priors, schedule, stein
 from dllp.belief import Belief
 from dllp.config import Config
 from dllp.engine import Capture
-from dllp.errors import DllpError
+from dllp.errors import NumericsError
 from dllp.gating import ChannelGating, WeightGating
 from dllp.particles import Particles
 from dllp.slicing import Fold
@@ -29,6 +30,8 @@ from dllp.update import update_rows
 
 Phase = Literal["open", "soft", "discrete"]
 T = TypeVar("T")
+HEALTH_CHECK = 16
+"""Steps between two looks at a CUDA device's health; a broken step changes no weight, so nothing is lost by waiting."""
 
 
 class Batches(Protocol):
@@ -79,7 +82,10 @@ class Trainer:
         self.steps_per_epoch, self.total_steps = steps_per_epoch, steps_per_epoch * config.epochs
         rows, device = particles.rows, particles.device
         self.belief = Belief(gating, config, rows, num_data)
-        self.step_index = 0
+        self.step_index, self.lr_scale = 0, 1.0
+        self.history: list[EpochRecord] = []
+        self.best, self.waited = float("inf"), 0  # of the loss since the gates are discrete, for `patience`
+        self.random_states: dict[str, Tensor] = {}  # of PyTorch's own generators, where a run is resumed
         self.lane = 8 if device.type == "cuda" else 1  # widths that tensor cores like
         self.closed: list[tuple[Fold, Tensor]] = []  # folds and gates that close the padding of slices
         self.momentum = torch.zeros_like(rows)
@@ -87,6 +93,8 @@ class Trainer:
         self.scores = torch.zeros_like(rows if self.gaussian else rows[:, :0])
         self.prior_scores = torch.zeros_like(rows if gating else rows[:, :0])
         self.knobs = rows.new_zeros(3)  # lr, temperature, ramp: read inside captured steps
+        self.healthy = torch.ones((), dtype=torch.bool, device=device)
+        self.recent: deque[tuple[int, Tensor, Tensor]] = deque(maxlen=HEALTH_CHECK if device.type == "cuda" else 1)
         self.statistics = torch.zeros(2, len(rows), device=device, dtype=torch.float64)  # sums of loss and of hits
         lengths = {"module": particles.layout.blocks, "all": None, "coordinate": "coordinate"}[config.blocks]
         self.blocks = stein.block_index(lengths, device) if isinstance(lengths, list) else lengths
@@ -108,6 +116,11 @@ class Trainer:
         return self.step_index / self.total_steps
 
     @property
+    def epoch_ends(self) -> bool:
+        """Whether the last step closed an epoch."""
+        return self.step_index % self.steps_per_epoch == 0
+
+    @property
     def phase(self) -> Phase:
         if self.belief.keep is not None:
             return "discrete"
@@ -120,6 +133,7 @@ class Trainer:
         lr = schedule.learning_rate((self.step_index + 1) / self.total_steps, peak=c.lr, end=c.lr_end, warmup=warmup)
         tau = schedule.temperature(p, start=c.tau_start, end=c.tau_end, until=c.discrete_at)
         ramp = schedule.budget_ramp(p, target=target or 1.0, begin=c.open_until, until=c.ramp_until)
+        lr = lr * self.lr_scale
         self.lr, self.tau, self.ramp = lr, tau, ramp
         self.knobs.copy_(torch.tensor([lr, tau, ramp], dtype=self.knobs.dtype), non_blocking=True)
 
@@ -136,40 +150,76 @@ class Trainer:
         self, batches: Batches, *, on_epoch: Callable[[EpochRecord], None] | None = None,
         on_step: Callable[[Trainer], None] | None = None,
     ) -> list[EpochRecord]:  # fmt: skip
-        """Train from where the run stands to its end; returns the records of the epochs it ran."""
-        history: list[EpochRecord] = []
-        best, waited = float("inf"), 0
-        with deterministic_kernels(self.config.deterministic):
+        """Train from where the run stands to its end; returns the records of all epochs, earlier ones included.
+
+        PyTorch's own generators (dropout) are seeded for the run and left as they were.
+        """
+        with deterministic_kernels(self.config.deterministic), self._own_randomness():
             for epoch in range(self.step_index // self.steps_per_epoch, self.config.epochs):
-                history.append(self._epoch(epoch, batches, on_step))
-                if on_epoch is not None:
-                    on_epoch(history[-1])
-                if self.phase == "discrete":
-                    loss = sum(history[-1].loss)
-                    best, waited = (loss, 0) if loss < best else (best, waited + 1)
-                if self.config.patience and waited >= self.config.patience:
+                if self.config.patience and self.waited >= self.config.patience:
                     break
+                self._epoch(epoch, batches, on_step)
+                if on_epoch is not None:
+                    on_epoch(self.history[-1])
         if self.gating is not None and self.belief.keep is None:
             self.discretise(self.gating)
         self.particles.finish()
-        return history
+        return self.history
 
-    def _epoch(self, epoch: int, batches: Batches, on_step: Callable[[Trainer], None] | None) -> EpochRecord:
+    @contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        device = self.particles.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(self.config.seed)
+            if "random/cpu" in self.random_states:
+                torch.set_rng_state(self.random_states["random/cpu"])
+            if "random/cuda" in self.random_states and device.type == "cuda":
+                torch.cuda.set_rng_state(self.random_states["random/cuda"], device)
+            yield
+
+    def _epoch(self, epoch: int, batches: Batches, on_step: Callable[[Trainer], None] | None) -> None:
         began = time.perf_counter()
         for x, y in batches.epoch(epoch, self.step_index % self.steps_per_epoch):
             if self.phase != "discrete" and self.gating is not None and self.progress >= self.config.discrete_at:
                 self.discretise(self.gating)
             self.set_knobs()
             self.capture(x, y, key=self.phase)
+            self.recent.append((self.step_index, x, y))
             self.step_index += 1
+            if self.epoch_ends or len(self.recent) == self.recent.maxlen:
+                self.check_health()
+            if self.epoch_ends:
+                self._close_epoch(epoch, began)
             if on_step is not None:
                 on_step(self)
-        return self._record(epoch, began)
+
+    def _close_epoch(self, epoch: int, began: float) -> None:
+        self.history.append(self._record(epoch, began))
+        if self.phase == "discrete":
+            loss = sum(self.history[-1].loss)
+            self.best, self.waited = (loss, 0) if loss < self.best else (self.best, self.waited + 1)
+
+    def check_health(self) -> None:
+        """Raise if a number broke in a recent step: the step is run once more, changing nothing, to see which."""
+        if not bool(self.healthy):
+            for step, x, y in self.recent:
+                trouble = health.diagnose(self, x, y)
+                if trouble:
+                    raise NumericsError(
+                        f"{trouble} at step {step + 1} (epoch {step // self.steps_per_epoch + 1}): lower lr "
+                        f"(now {self.config.lr * self.lr_scale:g}), or use on_nan = rollback"
+                    )
+            raise NumericsError(f"NaN or infinity near step {self.step_index}: lower lr (now {self.config.lr:g})")
+        self.recent.clear()
 
     def discretise(self, gating: ChannelGating | WeightGating) -> None:
         """Decide the gates. From here on only the slab moves, and what remains of the prior is a weight decay on it."""
+        self.apply_decisions(gating, self.belief.decide())
+
+    def apply_decisions(self, gating: ChannelGating | WeightGating, keep: Tensor) -> None:
+        """Hold the gates at `keep` (n, U), and slice channel-gated networks."""
         particles = self.particles
-        keep = self.belief.decide()
+        self.belief.rest(keep)
         pairs = zip(particles.networks, keep, strict=True)
         moving = [gating.slab_coordinates(network, particles.layout, row) for network, row in pairs]
         self.moving = torch.stack(moving).to(particles.rows) * self.learnable
@@ -199,11 +249,12 @@ class Trainer:
         through = self._backward(x, y, z)
         self.particles.collect_gradients()
         with torch.no_grad():
+            self.healthy &= torch.isfinite(self.particles.gradients.sum() + through.sum() + self.belief.d_noise.sum())
             if self.gating is not None and self.belief.keep is None:
                 self._step_with_prior(self.gating.scales.coordinates, z, through)
             else:
                 self._advance()
-            self.belief.update()
+            self.belief.update(self.healthy)
 
     def _gates(self) -> Tensor:
         """(n, U): relaxed samples while the gates are soft, decided gates for discrete weights, otherwise ones."""
@@ -298,7 +349,7 @@ class Trainer:
         prior = self.prior_scores if self.gating is not None and self.belief.keep is None else None
         self.update(
             rows, self.particles.gradients, self.momentum, self.scores if self.gaussian else None, prior,
-            weights, index, self.decay, self.moving, self.knobs[0],
+            weights, index, self.decay, self.moving, self.knobs[0], self.healthy,
             0.0 if self.gating is None else c.beta, c.momentum,
         )  # fmt: skip
 
@@ -306,8 +357,6 @@ class Trainer:
         loss, hits = (self.statistics / self.steps_per_epoch).tolist()  # waits for the device: now the time is true
         seconds = time.perf_counter() - began
         self.statistics.zero_()
-        if not all(abs(value) < float("inf") for value in loss):
-            raise DllpError(f"the loss is not finite in epoch {epoch + 1} ({loss}): lower lr (now {self.config.lr})")
         return EpochRecord(
             epoch=epoch + 1,
             phase=self.phase,

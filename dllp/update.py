@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from dllp import stein
@@ -10,7 +11,7 @@ from dllp import stein
 def update_rows(
     rows: Tensor, gradients: Tensor, momentum: Tensor, scores: Tensor | None, prior_scores: Tensor | None,
     weights: tuple[Tensor, Tensor] | tuple[()], index: Tensor | None, decay: Tensor, moving: Tensor, lr: Tensor,
-    beta: float, inertia: float,
+    healthy: Tensor, beta: float, inertia: float,
 ) -> None:  # fmt: skip
     """theta_i <- theta_i - lr (grad CE_i - beta phi_i) for (n, P) rows, with Nesterov momentum, in place.
 
@@ -22,6 +23,7 @@ def update_rows(
         index: (P,) block of every column.
         decay: (P,) weight decay.
         moving: (n, P), 0 where a weight stands still.
+        healthy: () bool; False changes nothing, so that a broken number cannot spread.
     """
     score = -gradients if scores is None else scores * moving
     if prior_scores is not None:
@@ -29,5 +31,5 @@ def update_rows(
     phi = stein.combine(rows, score, *weights, index) if weights else score
     step = (gradients - beta * phi + decay * rows) * moving
     velocity = inertia * momentum + step
-    momentum.copy_(velocity)
-    rows.sub_(lr * (step + inertia * velocity))
+    rows.copy_(torch.where(healthy, rows - lr * (step + inertia * velocity), rows))
+    momentum.copy_(torch.where(healthy, velocity, momentum))

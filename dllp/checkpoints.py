@@ -1,0 +1,121 @@
+"""Checkpoints on disk: written beside training, whole or not at all, the last two kept, the newest good one used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save
+from torch import Tensor
+
+from dllp import artifacts
+from dllp.errors import ArtifactError, Interrupted
+
+FORMAT = "dllp-checkpoint-1"
+State = tuple[dict[str, Tensor], dict[str, Any]]
+
+
+class Checkpoints:
+    """The checkpoints of one training in one folder.
+
+    Args:
+        folder: Where they lie; made when the first one is written.
+        every_steps, every_minutes: Besides the end of each epoch, whichever comes first; 0 for never.
+        kept: How many are kept.
+
+    Attributes:
+        damaged: Files that :meth:`latest` could not use, with the reason.
+    """
+
+    def __init__(self, folder: str | Path, *, every_steps: int = 0, every_minutes: float = 10.0, kept: int = 2) -> None:
+        self.folder, self.kept = Path(folder), kept
+        self.every_steps, self.every_seconds = every_steps, 60 * every_minutes
+        self.damaged: list[str] = []
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        self._last_step, self._last_time = 0, time.monotonic()
+        self._signal: int | None = None
+
+    def files(self) -> list[Path]:
+        """Checkpoints, oldest first."""
+        return sorted(self.folder.glob("step-*.safetensors"))
+
+    def after_step(self, step: int, epoch_ends: bool, take: Callable[[], State]) -> None:
+        """Write a checkpoint if one is due; after :meth:`stop`, write it now and raise :class:`Interrupted`."""
+        if self._signal is not None:
+            self.save(step, take, wait=True)
+            raise Interrupted(self._signal)
+        late = self.every_seconds and time.monotonic() - self._last_time >= self.every_seconds
+        if epoch_ends or late or (self.every_steps and step - self._last_step >= self.every_steps):
+            self.save(step, take)
+
+    def stop(self, signal: int) -> None:
+        """Ask the run to end after its present step; safe to call from a signal handler."""
+        self._signal = signal
+
+    def save(self, step: int, take: Callable[[], State], *, wait: bool = False) -> None:
+        """Take a snapshot now and write it in the background; one that is still being written is not overtaken.
+
+        A failure to write is raised by the next call, or at once with `wait`.
+        """
+        if self._pending is not None and not wait and not self._pending.done():
+            return
+        self.flush()
+        self._last_step, self._last_time = step, time.monotonic()
+        self._pending = self._writer.submit(self._write, step, take())
+        if wait:
+            self.flush()
+
+    def flush(self) -> None:
+        """Wait until what was taken is on disk."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _write(self, step: int, state: State) -> None:
+        tensors, values = state
+        metadata = {"format": FORMAT, "sha256": digest(tensors, values), "values": json.dumps(values)}
+        for torn in self.folder.glob(".step-*.tmp"):  # of a process that was killed while it wrote
+            torn.unlink(missing_ok=True)
+        artifacts.write_bytes(self.folder / f"step-{step:09d}.safetensors", save(tensors, metadata))
+        for old in self.files()[: -self.kept]:
+            old.unlink(missing_ok=True)
+
+    def latest(self) -> State | None:
+        """The newest checkpoint that is whole; None where there is none."""
+        for path in reversed(self.files()):
+            try:
+                return read(path)
+            except ArtifactError as error:
+                self.damaged.append(str(error))
+        return None
+
+
+def read(path: Path) -> State:
+    """One checkpoint, its checksum verified."""
+    metadata = artifacts.read_metadata(path)
+    if metadata.get("format") != FORMAT:
+        raise ArtifactError(f"{path} is not a checkpoint of this version of dllp")
+    tensors = artifacts.read_tensors(path)
+    try:
+        values = json.loads(metadata.get("values", ""))
+    except (ValueError, RecursionError):
+        raise ArtifactError(f"{path}: its values are not valid JSON: the file is damaged") from None
+    if not isinstance(values, dict) or digest(tensors, values) != metadata.get("sha256"):
+        raise ArtifactError(f"{path} is damaged: its checksum does not fit")
+    return tensors, values
+
+
+def digest(tensors: dict[str, Tensor], values: dict[str, Any]) -> str:
+    """SHA-256 over names, types, shapes and contents."""
+    total = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
+    for name in sorted(tensors):
+        value = tensors[name].contiguous()
+        total.update(f"{name} {value.dtype} {tuple(value.shape)};".encode())
+        total.update(value.numpy().tobytes())
+    return total.hexdigest()

@@ -1,0 +1,94 @@
+"""Everything a run must remember to go on as if it had never stopped: tensors by name, and a few plain values."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dllp.errors import ArtifactError
+from dllp.train import EpochRecord, Trainer
+
+State = tuple[dict[str, Tensor], dict[str, Any]]
+
+
+def snapshot(trainer: Trainer) -> State:
+    """Copies on the CPU of all that changes during a run: weights, beliefs, optimisers, random states, position."""
+    tensors = {name: value.detach().cpu().clone() for name, value in _tensors(trainer)}
+    if trainer.belief.keep is not None:
+        tensors["keep"] = trainer.belief.keep.cpu().to(torch.uint8)
+    for k, value in enumerate(trainer.belief.learned):
+        for key, moment in trainer.belief.adam.state.get(value, {}).items():
+            tensors[f"adam/{k}/{key}"] = moment.detach().cpu().clone()
+    tensors["random/gates"] = trainer.belief.generator.get_state()
+    tensors["random/cpu"] = torch.get_rng_state()
+    if trainer.particles.device.type == "cuda":
+        tensors["random/cuda"] = torch.cuda.get_rng_state(trainer.particles.device)
+    values = {
+        "fingerprint": fingerprint(trainer),
+        "step": trainer.step_index,
+        "lr_scale": trainer.lr_scale,
+        "patience": [trainer.best, trainer.waited],
+        "history": [asdict(record) for record in trainer.history],
+    }
+    return tensors, values
+
+
+def restore(trainer: Trainer, state: State) -> None:
+    """Put a freshly built trainer where the snapshot was taken; what does not fit is an error before anything moves."""
+    tensors, values = dict(state[0]), state[1]
+    if values.get("fingerprint") != fingerprint(trainer):
+        raise ArtifactError("the checkpoint belongs to another run: configuration, network and data must be the same")
+    try:
+        keep = tensors.pop("keep", None)
+        _fill(trainer, tensors)  # the small networks are cut from full ones that hold the checkpoint's weights
+        if keep is not None and trainer.gating is not None:
+            trainer.apply_decisions(trainer.gating, keep.to(trainer.particles.device, torch.bool))
+            _fill(trainer, tensors)
+        for k, value in enumerate(trainer.belief.learned):
+            moments = {key: tensors[f"adam/{k}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq")
+                       if f"adam/{k}/{key}" in tensors}  # fmt: skip
+            if moments:
+                on_device = {key: m.to(value.device) for key, m in moments.items() if key != "step"}
+                step = moments["step"].to(value.device if value.is_cuda else "cpu")
+                trainer.belief.adam.state[value] = {"step": step, **on_device}
+        trainer.belief.generator.set_state(tensors["random/gates"])
+        trainer.random_states = {name: tensors[name] for name in ("random/cpu", "random/cuda") if name in tensors}
+        trainer.step_index, trainer.lr_scale = int(values["step"]), float(values["lr_scale"])
+        trainer.best, trainer.waited = values["patience"]
+        trainer.history = [EpochRecord(**record) for record in values["history"]]
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ArtifactError(f"the checkpoint does not fit the run: {str(error).splitlines()[0]}") from None
+
+
+def fingerprint(trainer: Trainer) -> str:
+    """Names what must be equal for a checkpoint to fit: configuration, shapes, size of the data."""
+    config = {k: v for k, v in trainer.config.as_dict().items() if k not in ("device", "engine", "on_nan")}
+    shapes = [(name, list(s.shape)) for name, s in trainer.particles.layout.segments.items()]
+    parts = [config, shapes, trainer.num_data, trainer.steps_per_epoch, list(trainer.belief.logits.shape)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+    belief, particles = trainer.belief, trainer.particles
+    yield from (("rows", particles.rows), ("momentum", trainer.momentum), ("statistics", trainer.statistics))
+    yield from (("logits", belief.logits), ("log_slab", belief.log_slab), ("log_d", belief.log_d))
+    yield from (("multiplier", belief.multiplier), ("gap", belief.gap))
+    for i, network in enumerate(particles.networks):
+        yield from ((f"full/{i}/{name}", buffer) for name, buffer in network.named_buffers())
+    for i, part in enumerate(particles.sliced):
+        yield from ((f"small/{i}/{name}", buffer) for name, buffer in part.network.named_buffers())
+
+
+@torch.no_grad()
+def _fill(trainer: Trainer, tensors: dict[str, Tensor]) -> None:
+    for name, target in _tensors(trainer):
+        value = tensors[name]
+        if value.shape != target.shape or value.dtype != target.dtype:
+            raise ValueError(f"{name} is {tuple(value.shape)} {value.dtype}, not {tuple(target.shape)} {target.dtype}")
+        target.copy_(value)
