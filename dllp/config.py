@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from dllp.errors import ConfigError
 
 Granularity = Literal["channel", "weight"]
+MOST_PARTICLES = 4096
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Config:
         prior_strength: `bayes` weighs the prior by 1/N, `tempered` by 1/max(N, gated weights).
         sparsity: Without a budget: strength of the hyperprior -sparsity * cost/dense on the gates.
         lr: Peak learning rate; `lr_end` closes the cosine, after `warmup` epochs of linear rise.
+        restart: Peak of a second cycle of the learning rate, as a share of `lr`, that begins when gates start to close;
+            the first then ends at `lr_end` there. 0: one cycle.
         momentum: Nesterov momentum.
         weight_decay: Shrinkage of whatever the prior does not shrink.
         lr_gates: Adam's rate for gate logits; `lr_scales` is its rate for slab precisions and d.
@@ -60,6 +63,8 @@ class Config:
         dual_step: Step of the budget's multiplier.
         gap_penalty: Weight of the squared gap between expected cost and ramp.
         mean_weight: Share of the task loss taken on the mean prediction of all particles.
+        teacher_weight: Share of the task loss taken, once gates start to close, on the mean prediction of the particles
+            as they stood before: the pruned networks are to keep the whole one's predictive distribution.
         patience: Stop early when the training loss has not improved for this many epochs after
             gates are discrete (0: run all epochs).
     """
@@ -96,6 +101,7 @@ class Config:
     lr: float = 0.1
     lr_end: float = 0.001
     warmup: float = 2.0
+    restart: float = 0.0
     momentum: float = 0.9
     weight_decay: float | None = None
     lr_gates: float = 0.02
@@ -109,6 +115,7 @@ class Config:
     dual_step: float = 0.02
     gap_penalty: float = 10.0
     mean_weight: float = 0.0
+    teacher_weight: float = 0.0
     patience: int = 0
 
     def __post_init__(self) -> None:
@@ -136,10 +143,14 @@ class Config:
         for name in ("beta", "lr_end", "warmup", "jitter", "gap_penalty", "dual_step", "patience"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} = {getattr(self, name)}: it must not be negative")
+        if not -(2**63) <= self.seed < 2**63 or self.particles > MOST_PARTICLES:
+            raise ConfigError(f"seed must be of 64 bits and particles at most {MOST_PARTICLES}")
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum = {self.momentum} is outside [0, 1)")
-        if not 0 <= self.mean_weight <= 1:
-            raise ConfigError(f"mean_weight = {self.mean_weight} is outside [0, 1]")
+        if self.mean_weight < 0 or self.teacher_weight < 0 or self.mean_weight + self.teacher_weight > 1:
+            raise ConfigError("mean_weight and teacher_weight must not be negative, and together at most 1")
+        if self.teacher_weight and (self.task == "regression" or self.open_until == 0):
+            raise ConfigError("teacher_weight needs task = classification and open_until > 0: there is no teacher else")
         if self.epsilon is not None and self.epsilon <= self.slab:
             raise ConfigError(f"epsilon = {self.epsilon} must exceed slab = {self.slab}: the spike is the narrow part")
         if not 0 <= self.open_until <= self.ramp_until <= self.discrete_at <= 1:

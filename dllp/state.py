@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dllp.errors import ArtifactError
-from dllp.train import EpochRecord, Trainer
+from dllp.train import EpochRecord, Trainer, teacher
 
 State = tuple[dict[str, Tensor], dict[str, Any]]
 
@@ -46,6 +46,8 @@ def restore(trainer: Trainer, state: State) -> None:
         raise ArtifactError("the checkpoint belongs to another run: configuration, network and data must be the same")
     try:
         keep = tensors.pop("keep", None)
+        if any(name.startswith("teacher/") for name in tensors):
+            trainer.teachers = [teacher(network) for network in trainer.particles.networks]
         _fill(trainer, tensors)  # the small networks are cut from full ones that hold the checkpoint's weights
         if keep is not None and trainer.gating is not None:
             trainer.apply_decisions(trainer.gating, keep.to(trainer.particles.device, torch.bool))
@@ -81,6 +83,8 @@ def _tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     yield from (("multiplier", belief.multiplier), ("gap", belief.gap))
     for i, network in enumerate(particles.networks):
         yield from ((f"full/{i}/{name}", buffer) for name, buffer in network.named_buffers())
+    for i, network in enumerate(trainer.teachers):
+        yield from ((f"teacher/{i}/{name}", value) for name, value in network.state_dict().items())
     for i, part in enumerate(particles.sliced):
         yield from ((f"small/{i}/{name}", buffer) for name, buffer in part.network.named_buffers())
 

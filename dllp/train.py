@@ -7,6 +7,7 @@ are sliced, and the same run goes on in the small shape.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from dllp import health, objective, priors, schedule, stein
@@ -83,11 +84,13 @@ class Trainer:
         rows, device = particles.rows, particles.device
         self.belief = Belief(gating, config, rows, num_data)
         self.step_index, self.lr_scale = 0, 1.0
+        self.trouble = ""  # what made the run go back to where it starts now
         self.history: list[EpochRecord] = []
         self.best, self.waited = float("inf"), 0  # of the loss since the gates are discrete, for `patience`
         self.random_states: dict[str, Tensor] = {}  # of PyTorch's own generators, where a run is resumed
         self.lane = 8 if device.type == "cuda" else 1  # widths that tensor cores like
         self.closed: list[tuple[Fold, Tensor]] = []  # folds and gates that close the padding of slices
+        self.teachers: list[nn.Module] = []  # the particles as they stood when gates began to close
         self.momentum = torch.zeros_like(rows)
         self.gaussian = config.likelihood == "gaussian"
         self.scores = torch.zeros_like(rows if self.gaussian else rows[:, :0])
@@ -129,13 +132,21 @@ class Trainer:
     def set_knobs(self) -> None:
         """Learning rate, temperature and budget of the step that comes."""
         c, p, target = self.config, self.progress, self.belief.target
-        warmup = min(c.warmup / c.epochs, 0.5)
-        lr = schedule.learning_rate((self.step_index + 1) / self.total_steps, peak=c.lr, end=c.lr_end, warmup=warmup)
+        lr = self._learning_rate((self.step_index + 1) / self.total_steps)
         tau = schedule.temperature(p, start=c.tau_start, end=c.tau_end, until=c.discrete_at)
         ramp = schedule.budget_ramp(p, target=target or 1.0, begin=c.open_until, until=c.ramp_until)
         lr = lr * self.lr_scale
         self.lr, self.tau, self.ramp = lr, tau, ramp
         self.knobs.copy_(torch.tensor([lr, tau, ramp], dtype=self.knobs.dtype), non_blocking=True)
+
+    def _learning_rate(self, progress: float) -> float:
+        """One cosine over the run, or one until the gates start to close and a lower one after it (`restart`)."""
+        c = self.config
+        cut = c.open_until if c.restart and self.gating is not None else 1.0
+        first = progress <= cut
+        length = cut if first else 1 - cut
+        within, peak = (progress / cut, c.lr) if first else ((progress - cut) / length, c.lr * c.restart)
+        return schedule.learning_rate(within, peak=peak, end=c.lr_end, warmup=min(c.warmup / (c.epochs * length), 0.5))
 
     def _decay(self) -> Tensor:
         """(P,) weight decay where no prior acts: each weight has exactly one shrinkage in each phase (Section 2)."""
@@ -182,6 +193,8 @@ class Trainer:
         for x, y in batches.epoch(epoch, self.step_index % self.steps_per_epoch):
             if self.phase != "discrete" and self.gating is not None and self.progress >= self.config.discrete_at:
                 self.discretise(self.gating)
+            if self.phase == "soft" and self.config.teacher_weight and not self.teachers:
+                self.teachers = [teacher(network) for network in self.particles.networks]
             self.set_knobs()
             self.capture(x, y, key=self.phase)
             self.recent.append((self.step_index, x, y))
@@ -292,21 +305,31 @@ class Trainer:
             outputs = functional_call(network, weights, (x,), tie_weights=False) if weights else network(x)
         return outputs.float() if bf16 else outputs
 
+    @torch.no_grad()
+    def _teach(self, i: int, x: Tensor) -> Tensor:
+        bf16 = self.config.precision == "bfloat16"
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):
+            return self.teachers[i](x).float()
+
     def _backward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
         """Fill the gradient matrix, and `scores` with the likelihood's own; returns the gates' gradients (n, U)."""
         c = self.config
         leaves = [row.detach().requires_grad_(self.phase == "soft") for row in z]
-        share = c.mean_weight if c.task == "classification" and len(leaves) > 1 else 0.0
-        ready = self._each(lambda i: self._forward(i, x, leaves[i])) if share else []
-        mean = torch.stack([output.detach().softmax(1) for output in ready]).mean(0) if share else None
+        together = c.task == "classification" and len(leaves) > 1 and c.mean_weight > 0
+        ready = self._each(lambda i: self._forward(i, x, leaves[i])) if together else []
+        targets = [(c.mean_weight, mean_prediction(ready))] if together else []
+        if self.teachers:
+            targets.append((c.teacher_weight, mean_prediction(self._each(lambda i: self._teach(i, x)))))
 
         def work(i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            output = ready[i] if share else self._forward(i, x, leaves[i])
+            output = ready[i] if together else self._forward(i, x, leaves[i])
             loss = objective.task_loss(output, y, c.task)
             rest = objective.residuals(output, y, c.task)
             leaf = leaves[i : i + 1] if leaves[i].requires_grad else []
             extra = self._likelihood_scores(i, rest, leaf) if self.gaussian else None
-            total = loss if mean is None else (1 - share) * loss + share * objective.twin_loss(output, mean)
+            total = loss * (1 - sum(share for share, _ in targets))
+            for share, mean in targets:
+                total = total + share * objective.twin_loss(output, mean)
             found = self.particles.differentiate(i, total, *leaf)
             through = found[0] if found and found[0] is not None else torch.zeros_like(leaves[i])
             # a likelihood that is the task loss has beta times its gradient: one backward serves both (Section 3)
@@ -372,6 +395,16 @@ class Trainer:
             seconds=seconds,
             engine=self.capture.state,
         )
+
+
+def teacher(network: nn.Module) -> nn.Module:
+    """A frozen copy in evaluation mode that shares no memory with the rows."""
+    return copy.deepcopy(network).eval().requires_grad_(False)
+
+
+def mean_prediction(outputs: list[Tensor]) -> Tensor:
+    """n times (B, C) logits -> (B, C) mean probabilities, which take no gradient."""
+    return torch.stack([output.detach().softmax(1) for output in outputs]).mean(0)
 
 
 @contextmanager
