@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 JOBS   ?= 2
+FUZZ   ?= 100000
+ATHERIS ?= 2000
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -11,7 +13,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-slow lint format types layers bench-step wheel clean
+.PHONY: help setup demo test test-slow crash fuzz audit lint format types layers docs bench-step wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,7 +24,7 @@ setup: $(STAMP) ## Create the virtual environment and install the pinned version
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": try make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
 demo: $(STAMP) ## Prune a small network on embedded data to 20% of its FLOPs
@@ -34,9 +36,10 @@ test: lint types layers ## Lint, types, layers, and all tests but the slow ones,
 test-slow: $(STAMP) ## The tests that take minutes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow
 
-lint: $(STAMP) ## Check style and formatting
+lint: $(STAMP) ## Check style, formatting, and what bandit thinks unsafe
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive dllp benchmarks
 
 format: $(STAMP) ## Repair style and formatting
 	$(BIN)/ruff check --fix .
@@ -47,6 +50,20 @@ types: $(STAMP) ## Check types
 
 layers: $(STAMP) ## Check that modules import in one direction only
 	$(BIN)/lint-imports
+
+docs: $(STAMP) ## Build the documentation into build/site, warnings as errors; needs no network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+crash: $(STAMP) ## Kill runs 300 times, some of the demo, and compare what they end with (results/trust/summary.json)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.crash.harness --kills 300 --demo 2 --summary results/trust/summary.json
+
+fuzz: $(STAMP) ## Feed 100,000 damaged files to every reader, and atheris where it installs (results/trust/summary.json)
+	-@$(BIN)/python -m pip install --quiet -c constraints.txt atheris
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/run.py --inputs $(FUZZ) --atheris $(ATHERIS) --out results/trust/summary.json
+
+audit: $(STAMP) ## Known vulnerabilities of the pinned versions, where a database can be reached
+	-@$(BIN)/python -m pip install --quiet -c constraints.txt pip-audit
+	$(BIN)/python tests/audit.py
 
 bench-step: $(STAMP) ## Time and memory of one step, as ratios to plain training
 	$(BIN)/python benchmarks/step.py

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from dllp import artifacts
+from dllp import artifacts, health
 from dllp.checkpoints import Checkpoints, State
 from dllp.config import Config
 from dllp.data import ArrayData, Batches, Dataset, LoaderBatches, from_pair, validate
@@ -86,15 +86,19 @@ class Result:
         """Write the run into a new or empty folder, whole or not at all; `overwrite` replaces a run. Returns it."""
         folder = Path(folder)
         with artifacts.new_folder(folder, overwrite) as temporary:
-            self.write(temporary)
+            self.write_networks(temporary)
+            self.write_run(temporary)
         return folder
 
-    def write(self, folder: Path) -> None:
-        """The files of a run, into a folder that the caller puts in place."""
+    def write_networks(self, folder: Path) -> None:
+        """The extracted networks and the gates."""
         for i, slab in enumerate(self.slabs):
             artifacts.write_network(folder / f"particle-{i}.safetensors", slab.network, slab.gated)
             artifacts.write_network(folder / f"reference-{i}.safetensors", slab.reference)
         artifacts.write_tensors(folder / "gates.safetensors", self.gates)
+
+    def write_run(self, folder: Path) -> None:
+        """run.json, the last file: where it is, a run is finished."""
         run = {
             "format": artifacts.FORMAT,
             "config": self.config.as_dict(),
@@ -118,6 +122,7 @@ def prune(
     filter_fn: FilterFn | None = None,
     on_epoch: OnEpoch | None = None,
     on_step: OnStep | None = None,
+    on_start: OnStep | None = None,
     checkpoints: Checkpoints | None = None,
 ) -> Result:
     """Prune a network by DLLP in one training run; `model` itself is left as it was.
@@ -129,6 +134,8 @@ def prune(
         filter_fn: `filter_fn(module, name)` says what may be touched.
         on_epoch: Called with an :class:`EpochRecord` after each epoch.
         on_step: Called with the :class:`Trainer` after each step.
+        on_start: Called with the :class:`Trainer` before its first step and after a rollback: its history has the
+            epochs that a checkpoint brought.
         checkpoints: Where the run writes its checkpoints; it goes on from the newest one that it finds there.
     """
     config = (config or Config()).resolved()
@@ -142,7 +149,7 @@ def prune(
         gating = make_gating(model, structure, particles, config, filter_fn)
         return Trainer(particles, gating, config, num_data=batches.num_examples, steps_per_epoch=batches.steps)
 
-    return collect(_train(build, batches, checkpoints, on_epoch, on_step), structure, example)
+    return collect(_train(build, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
 
 
 def train_dense(
@@ -152,6 +159,7 @@ def train_dense(
     *,
     on_epoch: OnEpoch | None = None,
     on_step: OnStep | None = None,
+    on_start: OnStep | None = None,
     checkpoints: Checkpoints | None = None,
 ) -> Result:
     """Train the unpruned network by the same recipe, without gates, prior and Stein term: what to compare with."""
@@ -162,7 +170,7 @@ def train_dense(
         particles = Particles.start(model, config, batches.device)
         return Trainer(particles, None, config, num_data=batches.num_examples, steps_per_epoch=batches.steps)
 
-    return collect(_train(build, batches, checkpoints, on_epoch, on_step), structure, example)
+    return collect(_train(build, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
 
 
 def _prepare(
@@ -182,37 +190,53 @@ def _train(
     checkpoints: Checkpoints | None,
     on_epoch: OnEpoch | None,
     on_step: OnStep | None,
+    on_start: OnStep | None,
 ) -> Trainer:
     """Run to the end, from the newest checkpoint on; after a broken number roll back to it, if that is wanted."""
+
+    def after_step(trainer: Trainer) -> None:
+        if on_step is not None:
+            on_step(trainer)
+        if checkpoints is not None:
+            last = trainer.step_index == trainer.total_steps
+            checkpoints.after_step(trainer.step_index, trainer.epoch_ends, lambda: healthy_snapshot(trainer), last=last)
+
+    trouble, lr_scale = "", 1.0
     for attempt in range(ROLLBACKS + 1):
         trainer = build()
+        if checkpoints is not None and not attempt:
+            checkpoints.begin()
         found = checkpoints.latest() if checkpoints is not None else None
         if found is not None:
             restore(trainer, found)
-        trainer.lr_scale *= 0.5**attempt
-
-        def after_step(trainer: Trainer) -> None:
-            if on_step is not None:
-                on_step(trainer)
-            if checkpoints is not None:
-                checkpoints.after_step(trainer.step_index, trainer.epoch_ends, lambda: healthy_snapshot(trainer))
-
+        if attempt:
+            trainer.trouble, trainer.lr_scale = trouble, lr_scale
+        if on_start is not None:
+            on_start(trainer)
         try:
             trainer.run(batches, on_epoch=on_epoch, on_step=after_step)
+            if checkpoints is not None:
+                checkpoints.flush()
             return trainer
         except NumericsError as error:
             if trainer.config.on_nan == "stop" or "in the data" in str(error) or attempt == ROLLBACKS:
                 raise
+            trouble, lr_scale = str(error), trainer.lr_scale / 2
         finally:
             if checkpoints is not None:
-                checkpoints.flush()
+                checkpoints.settle()
     raise AssertionError("the last attempt returns or raises")
 
 
 def healthy_snapshot(trainer: Trainer) -> State:
     """A snapshot, but never of a run in which a number broke."""
     trainer.check_health()
-    return snapshot(trainer)
+    tensors, values = snapshot(trainer)
+    for name, value in tensors.items():
+        # buffers may hold infinities on purpose (masks)
+        if value.is_floating_point() and bool((value.isnan() if "/" in name else ~value.isfinite()).any()):
+            raise trainer.broken(health.find(trainer) or f"NaN or infinity in {name}", trainer.step_index)
+    return tensors, values
 
 
 def collect(trainer: Trainer, structure: Structure, example: Tensor) -> Result:
@@ -258,17 +282,15 @@ def load(folder: str | Path, model: nn.Module) -> Result:
     run = artifacts.read_run(folder)
     try:
         config = Config.from_dict(run["config"])
-        recipes, gated = run["recipes"], tuple(run["gated"])
-        dense, sizes = Size(**run["dense"]), [Size(**size) for size in run["sizes"]]
-        rest = {key: run[key] for key in ("history", "widths", "whole", "info")}
-        gates = artifacts.read_tensors(folder / "gates.safetensors")
-        noise = gates["noise"]
-        if not isinstance(recipes, list) or not len(recipes) == len(sizes) == len(noise) == len(gates["keep"]):
-            raise TypeError
     except ConfigError as error:
         raise ArtifactError(f"{folder / artifacts.RUN}: {error}") from None
-    except (KeyError, TypeError, AttributeError):
-        raise ArtifactError(f"{folder / artifacts.RUN} lacks a field or has one of the wrong type") from None
+    recipes, gated = run["recipes"], tuple(run["gated"])
+    dense, sizes = Size(**run["dense"]), [Size(**size) for size in run["sizes"]]
+    rest = {key: run[key] for key in ("history", "widths", "whole", "info")}
+    if len(recipes) != len(sizes):
+        raise ArtifactError(f"{folder / artifacts.RUN}: {len(recipes)} recipes but {len(sizes)} sizes")
+    gates = artifacts.read_gates(folder, len(recipes), sum(value.numel() for value in model.state_dict().values()))
+    noise = gates["noise"]
     slabs = []
     for i, recipe in enumerate(recipes):
         reference = copy.deepcopy(model).cpu().eval()

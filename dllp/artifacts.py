@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from dllp import reading
 from dllp.errors import ArtifactError
 
 FORMAT = 1
 RUN = "run.json"
 _INDEX, _VALUE = "#index", "#value"
+_DTYPES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.uint16: "U16", torch.int16: "I16", torch.float16: "F16",
+    torch.bfloat16: "BF16", torch.uint32: "U32", torch.int32: "I32", torch.float32: "F32", torch.uint64: "U64",
+    torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64",
+}  # fmt: skip
+"""safetensors' own names."""
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -53,14 +61,14 @@ def write_json(path: Path, value: Any) -> None:
     write_bytes(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
 
 
+def member(folder: Path, name: str) -> Path:
+    """A file of a run folder; a link that leads out of the folder is an error."""
+    return reading.contained(folder, folder / name)
+
+
 def read_json(path: Path) -> Any:
     """The value in a JSON file, or an ArtifactError that names it."""
-    try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise ArtifactError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise ArtifactError(f"{path} is not valid JSON: the file is damaged") from None
+    return reading.parse_json(reading.read_bytes(path, reading.JSON_BYTES), path)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -68,24 +76,35 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     write_bytes(path, save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}))
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file, or an ArtifactError that names it."""
+def read_tensors(path: Path, limit: int | None = None) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file, or an ArtifactError that names it; at most `limit` bytes, where given."""
+    _header(path, limit)
+    return _tensors(path)
+
+
+def _header(path: Path, limit: int | None = None) -> dict[str, reading.Declared]:
+    """What the file declares, checked; a link out of its folder is an error."""
+    if not reading.contained(path.parent, path).exists():
+        raise ArtifactError(f"{path} is missing: the run folder is incomplete")
+    return reading.tensors_header(path, limit=limit)[0]
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as handle:
-            return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
-    except FileNotFoundError:
-        raise ArtifactError(f"{path} is missing: the run folder is incomplete") from None
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ArtifactError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, KeyError, AttributeError, MemoryError) as error:
+        raise ArtifactError(f"{path} cannot be read: {error}") from None
+    for name, value in tensors.items():
+        # A byte other than 0 and 1 is undefined behaviour in whatever counts or indexes with the tensor.
+        if value.dtype == torch.bool and value.numel() and int(value.view(torch.uint8).max()) > 1:
+            raise ArtifactError(f"{path}: {name!r} holds booleans that are neither 0 nor 1")
+    return tensors
 
 
 def read_metadata(path: Path) -> dict[str, str]:
     """The text in a safetensors file's header."""
-    try:
-        with safe_open(path, framework="pt") as handle:
-            return handle.metadata() or {}
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ArtifactError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+    return reading.tensors_header(reading.contained(path.parent, path))[1]
 
 
 def write_network(path: Path, network: nn.Module, gated: tuple[str, ...] = ()) -> None:
@@ -103,30 +122,54 @@ def write_network(path: Path, network: nn.Module, gated: tuple[str, ...] = ()) -
 
 def read_network(path: Path, network: nn.Module) -> None:
     """Fill `network` from a file of :func:`write_network`; every name, shape and dtype must fit."""
-    stored = read_tensors(path)
-    for name, target in network.state_dict().items():
-        if name + _INDEX in stored and name + _VALUE in stored:
-            value = _dense(path, name, stored.pop(name + _INDEX), stored.pop(name + _VALUE), target)
-        elif name in stored:
+    targets = network.state_dict()
+    _check_fit(path, _header(path), targets)
+    stored = _tensors(path)
+    learned = {name for name, _ in network.named_parameters(remove_duplicate=False)}
+    for name, target in targets.items():
+        if name in stored:
             value = stored.pop(name)
         else:
-            raise ArtifactError(f"{path} has no tensor {name!r}: it belongs to another network")
-        if value.shape != target.shape or value.dtype != target.dtype:
-            raise ArtifactError(
-                f"{path}: {name!r} is {tuple(value.shape)} {value.dtype}, but the network needs "
-                f"{tuple(target.shape)} {target.dtype}"
-            )
+            value = _dense(path, name, stored.pop(name + _INDEX), stored.pop(name + _VALUE), target)
+        # Buffers may hold infinities on purpose (masks); a weight never does.
+        if value.is_floating_point() and bool((~value.isfinite() if name in learned else value.isnan()).any()):
+            raise ArtifactError(f"{path}: {name!r} holds numbers that are not finite")
         target.copy_(value)
-    if stored:
-        raise ArtifactError(
-            f"{path} has a tensor {min(stored)!r} that the network lacks: it belongs to another network"
-        )
+
+
+def check_declared(path: Path, network: nn.Module) -> None:
+    """Raise unless the file's header declares the state of `network`, which may be on the meta device."""
+    _check_fit(path, _header(path), network.state_dict())
+
+
+def _check_fit(path: Path, declared: Mapping[str, reading.Declared], targets: Mapping[str, Tensor]) -> None:
+    """Names, shapes and dtypes of a header against those of a network: before any of its tensors is read."""
+    rest = dict(declared)
+    for name, target in targets.items():
+        dtype = _DTYPES.get(target.dtype, "?")
+        index, value = rest.get(name + _INDEX), rest.get(name + _VALUE)
+        if name in rest:
+            found = rest.pop(name)
+            if found != (dtype, tuple(target.shape)):
+                raise ArtifactError(
+                    f"{path}: {name!r} is {found.shape} {found.dtype}, but the network needs "
+                    f"{tuple(target.shape)} {dtype}"
+                )
+        elif index is not None and value is not None:
+            del rest[name + _INDEX], rest[name + _VALUE]
+            if index.dtype != "I32" or len(index.shape) != 1 or index.shape != value.shape:
+                raise ArtifactError(f"{path}: the positions of {name!r} do not fit the network")
+            if value.dtype != dtype or index.shape[0] > target.numel():
+                raise ArtifactError(f"{path}: the values of {name!r} are not what the network needs: {dtype}")
+        else:
+            raise ArtifactError(f"{path} has no tensor {name!r}: it belongs to another network")
+    if rest:
+        raise ArtifactError(f"{path} has a tensor {min(rest)!r} that the network lacks: it belongs to another network")
 
 
 def _dense(path: Path, name: str, index: Tensor, value: Tensor, target: Tensor) -> Tensor:
     flat = torch.zeros(target.numel(), dtype=value.dtype)
-    fits = index.dtype == torch.int32 and index.dim() == 1 and index.shape == value.shape
-    if not fits or (len(index) and (int(index.min()) < 0 or int(index.max()) >= len(flat))):
+    if len(index) and (int(index.min()) < 0 or int(index.max()) >= len(flat)):
         raise ArtifactError(f"{path}: the positions of {name!r} do not fit the network")
     flat[index.long()] = value
     return flat.view(target.shape)
@@ -138,15 +181,68 @@ def read_run(folder: Path) -> dict[str, Any]:
         raise ArtifactError(f"{folder} is not a folder: give the folder of a finished run")
     if not (folder / RUN).is_file():
         raise ArtifactError(f"{folder} holds no {RUN}: it is not the folder of a finished run")
-    run = read_json(folder / RUN)
+    path = member(folder, RUN)
+    run = read_json(path)
     if not isinstance(run, dict) or run.get("format") != FORMAT:
-        raise ArtifactError(f"{folder / RUN} is not of format {FORMAT}: it was written by another version of dllp")
+        raise ArtifactError(f"{path} is not of format {FORMAT}: it was written by another version of dllp")
+    for name, (fits, wanted) in _FIELDS.items():
+        if name not in run or not fits(run[name]):
+            raise ArtifactError(f"{path}: {name!r} is missing or is not {wanted}")
+    reading.check_settings(run["config"], f"{path}, 'config'")
     return run
+
+
+def _is_size(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and set(value) == {"macs", "params"}
+        and type(value["macs"]) in (int, float)
+        and type(value["params"]) is int
+        and min(value.values()) >= 0
+    )
+
+
+def _is_list(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(fits, value))
+
+
+def _is_dict(value: Any, fits: Callable[[Any], bool] = lambda entry: True) -> bool:
+    return isinstance(value, dict) and all(map(fits, value.values()))
+
+
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "config": (_is_dict, "a mapping of settings"),
+    "recipes": (lambda v: _is_list(v, _is_dict) and bool(v), "a list of recipes, one for each particle"),
+    "gated": (lambda v: _is_list(v, lambda name: isinstance(name, str)), "a list of names"),
+    "dense": (_is_size, "a size: macs and params"),
+    "sizes": (lambda v: _is_list(v, _is_size), "a list of sizes: macs and params"),
+    "widths": (
+        lambda v: _is_dict(v, lambda counts: _is_list(counts, lambda n: type(n) is int and n >= 0)),
+        "a mapping of names to lists of counts",
+    ),
+    "whole": (lambda v: _is_dict(v, lambda why: isinstance(why, str)), "a mapping of names to reasons"),
+    "history": (lambda v: _is_list(v, _is_dict), "a list of records"),
+    "info": (_is_dict, "a mapping"),
+}
+"""What run.json must hold; the rest of the package relies on it."""
+
+
+def read_gates(folder: Path, particles: int, numbers: int) -> dict[str, Tensor]:
+    """The gates of a run of `particles` networks, each of `numbers` numbers: no gate stands for less than one."""
+    path = folder / "gates.safetensors"
+    gates = read_tensors(path, limit=particles * (32 * numbers + 1024))
+    for name, dims in (("logits", 2), ("keep", 2), ("slab", 2), ("noise", 1)):
+        value = gates.get(name)
+        if value is None or value.dim() != dims or len(value) != particles:
+            raise ArtifactError(f"{path}: {name!r} is missing or not of {dims} dimensions for {particles} particles")
+        if value.dtype != torch.bool if name == "keep" else not value.is_floating_point():
+            raise ArtifactError(f"{path}: {name!r} is {value.dtype}: booleans are kept, all others are floats")
+    return gates
 
 
 def network_bytes(folder: Path, particle: int) -> int:
     """Size on disk of one extracted network."""
-    return (folder / f"particle-{particle}.safetensors").stat().st_size
+    return member(folder, f"particle-{particle}.safetensors").stat().st_size
 
 
 # ---- the folder as a whole

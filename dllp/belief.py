@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dllp import gates, objective, priors
 from dllp.config import Config
-from dllp.errors import DllpError
+from dllp.errors import DllpError, NumericsError
 from dllp.gating import Budget, ChannelGating, WeightGating
 
 
@@ -115,7 +115,7 @@ class Belief:
     def decide(self) -> Tensor:
         """bool (n, U): the gates that stay, such that the true cost meets the budget."""
         if not bool(self.logits.isfinite().all()):
-            raise DllpError(f"the gates are not finite: training diverged; lower lr (now {self.config.lr})")
+            raise NumericsError(f"the gates are not finite: training diverged; lower lr (now {self.config.lr})")
         return torch.stack([self._gating.select(row, self.budget, self.target) for row in self.logits])
 
     def rest(self, keep: Tensor) -> None:

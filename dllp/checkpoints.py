@@ -7,14 +7,16 @@ import json
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save
 from torch import Tensor
 
 from dllp import artifacts
-from dllp.errors import ArtifactError, Interrupted
+from dllp.errors import ArtifactError, ConfigError, Interrupted
 
 FORMAT = "dllp-checkpoint-1"
 State = tuple[dict[str, Tensor], dict[str, Any]]
@@ -27,36 +29,51 @@ class Checkpoints:
         folder: Where they lie; made when the first one is written.
         every_steps, every_minutes: Besides the end of each epoch, whichever comes first; 0 for never.
         kept: How many are kept.
+        on_begin: Called when all else was checked, before the folder is looked into.
 
     Attributes:
         damaged: Files that :meth:`latest` could not use, with the reason.
+        signal: What :meth:`stop` was called with.
     """
 
-    def __init__(self, folder: str | Path, *, every_steps: int = 0, every_minutes: float = 10.0, kept: int = 2) -> None:
-        self.folder, self.kept = Path(folder), kept
+    def __init__(
+        self, folder: str | Path, *, every_steps: int = 0, every_minutes: float = 10.0, kept: int = 2,
+        on_begin: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        if every_steps < 0 or not 0 <= every_minutes < float("inf"):
+            raise ConfigError(f"checkpoints every {every_steps} steps or {every_minutes} minutes: give 0 or more")
+        self.folder, self.kept, self.on_begin = Path(folder), kept, on_begin
         self.every_steps, self.every_seconds = every_steps, 60 * every_minutes
         self.damaged: list[str] = []
+        self._unusable: list[Path] = []
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._last_step, self._last_time = 0, time.monotonic()
-        self._signal: int | None = None
+        self.signal: int | None = None
 
     def files(self) -> list[Path]:
         """Checkpoints, oldest first."""
         return sorted(self.folder.glob("step-*.safetensors"))
 
-    def after_step(self, step: int, epoch_ends: bool, take: Callable[[], State]) -> None:
-        """Write a checkpoint if one is due; after :meth:`stop`, write it now and raise :class:`Interrupted`."""
-        if self._signal is not None:
+    def begin(self) -> None:
+        """Training starts now."""
+        if self.on_begin is not None:
+            self.on_begin()
+
+    def after_step(self, step: int, epoch_ends: bool, take: Callable[[], State], *, last: bool = False) -> None:
+        """Write a checkpoint if one is due, waiting for the `last` one; after :meth:`stop`, write it and raise."""
+        if self.signal is not None:
             self.save(step, take, wait=True)
-            raise Interrupted(self._signal)
+            raise Interrupted(self.signal)
+        if last:
+            return self.save(step, take, wait=True)
         late = self.every_seconds and time.monotonic() - self._last_time >= self.every_seconds
         if epoch_ends or late or (self.every_steps and step - self._last_step >= self.every_steps):
             self.save(step, take)
 
     def stop(self, signal: int) -> None:
         """Ask the run to end after its present step; safe to call from a signal handler."""
-        self._signal = signal
+        self.signal = signal
 
     def save(self, step: int, take: Callable[[], State], *, wait: bool = False) -> None:
         """Take a snapshot now and write it in the background; one that is still being written is not overtaken.
@@ -77,22 +94,38 @@ class Checkpoints:
         if pending is not None:
             pending.result()
 
+    def settle(self) -> None:
+        """Wait for the writer where an error is on its way already: its own is not told."""
+        with suppress(ArtifactError):
+            self.flush()
+
+    def close(self) -> None:
+        """End the thread that writes."""
+        self._writer.shutdown()
+
     def _write(self, step: int, state: State) -> None:
         tensors, values = state
         metadata = {"format": FORMAT, "sha256": digest(tensors, values), "values": json.dumps(values)}
-        for torn in self.folder.glob(".step-*.tmp"):  # of a process that was killed while it wrote
-            torn.unlink(missing_ok=True)
-        artifacts.write_bytes(self.folder / f"step-{step:09d}.safetensors", save(tensors, metadata))
-        for old in self.files()[: -self.kept]:
-            old.unlink(missing_ok=True)
+        written = self.folder / f"step-{step:09d}.safetensors"
+        try:
+            for torn in self.folder.glob(".step-*.tmp"):  # of a process that was killed while it wrote
+                torn.unlink(missing_ok=True)
+            artifacts.write_bytes(written, save(tensors, metadata))
+            unusable, self._unusable = [path for path in self._unusable if path != written], []
+            for old in (*unusable, *[path for path in self.files() if path not in unusable][: -self.kept]):
+                old.unlink(missing_ok=True)
+        except OSError as error:
+            raise ArtifactError(f"cannot write to {self.folder}: {error.strerror}") from None
 
     def latest(self) -> State | None:
         """The newest checkpoint that is whole; None where there is none."""
+        self.damaged, self._unusable = [], []
         for path in reversed(self.files()):
             try:
                 return read(path)
             except ArtifactError as error:
                 self.damaged.append(str(error))
+                self._unusable.append(path)
         return None
 
 
@@ -117,5 +150,5 @@ def digest(tensors: dict[str, Tensor], values: dict[str, Any]) -> str:
     for name in sorted(tensors):
         value = tensors[name].contiguous()
         total.update(f"{name} {value.dtype} {tuple(value.shape)};".encode())
-        total.update(value.numpy().tobytes())
+        total.update(value.reshape(-1).view(torch.uint8).numpy().data)  # as bytes: numpy has no bfloat16
     return total.hexdigest()

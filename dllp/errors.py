@@ -1,8 +1,19 @@
 """Errors a user can cause: one line that names the mistake, the place and the way out."""
 
+LONGEST = 2000
+
 
 class DllpError(Exception):
-    """Base of every error a user of this package can cause."""
+    """Base of every error a user of this package can cause.
+
+    The message may quote names out of files: it is made one line, without control characters, of limited length.
+    """
+
+    def __init__(self, message: object = "") -> None:
+        text = " ".join(str(message).split())
+        if not text.isprintable():
+            text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+        super().__init__(text if len(text) <= LONGEST else text[:LONGEST] + " ...")
 
 
 class ConfigError(DllpError):
@@ -23,6 +34,10 @@ class ArtifactError(DllpError):
 
 class NumericsError(DllpError):
     """A number broke: NaN or infinity; names the step, the tensor, the particle and the layer."""
+
+
+class ExportError(DllpError):
+    """A network cannot be exported: the exporter refuses it, its file is wrong, or an extra is not installed."""
 
 
 class Interrupted(Exception):

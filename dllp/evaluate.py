@@ -113,7 +113,11 @@ def _members(posterior: Posterior, data: ArrayData, device: torch.device | str) 
         posterior.to("cpu")
     if not parts:
         raise DataError("there is nothing to evaluate on: the data is empty")
-    return torch.cat(parts, 1)
+    members = torch.cat(parts, 1)
+    broken = (~members.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
+    if broken:
+        raise DataError(f"network {broken[0] + 1} answers with numbers that are not finite: its weights are damaged")
+    return members
 
 
 def _measure(prediction: torch.Tensor, data: ArrayData, variance: float | torch.Tensor) -> dict[str, float]:

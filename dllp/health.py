@@ -16,10 +16,9 @@ def diagnose(trainer: Trainer, x: Tensor, y: Tensor) -> str:
     for name, value in (("inputs", x), ("targets", y)):
         if value.is_floating_point() and not _finite(value):
             return f"NaN or infinity in the data ({name})"
-    for name, values in (("gate logits", trainer.belief.logits), ("weights", trainer.particles.rows)):
-        for i, row in enumerate(values):
-            if not _finite(row):
-                return f"NaN or infinity in the {name} of particle {i + 1}{_layer(trainer, row, name)}"
+    trouble = find(trainer)
+    if trouble:
+        return trouble
     before = trainer.statistics.clone()
     trainer.statistics.zero_()
     trainer.step(x, y)
@@ -27,9 +26,21 @@ def diagnose(trainer: Trainer, x: Tensor, y: Tensor) -> str:
     trainer.statistics.copy_(before)
     for i, row in enumerate(trainer.particles.gradients):
         if not _finite(losses[i]):
-            return f"NaN or infinity in the loss of particle {i + 1}{_layer(trainer, row, 'weights')}"
+            return f"NaN or infinity in the loss of particle {i + 1}{_layer(trainer, row)}"
         if not _finite(row):
-            return f"NaN or infinity in the gradient of particle {i + 1}{_layer(trainer, row, 'weights')}"
+            return f"NaN or infinity in the gradient of particle {i + 1}{_layer(trainer, row)}"
+    return ""
+
+
+def find(trainer: Trainer) -> str:
+    """What is not finite in the gates, weights or momentum as they stand; empty where nothing is."""
+    for i, row in enumerate(trainer.belief.logits):
+        if not _finite(row):
+            return f"NaN or infinity in the gate logits of particle {i + 1}{_module(trainer, row)}"
+    for name, values in (("weights", trainer.particles.rows), ("momentum", trainer.momentum)):
+        for i, row in enumerate(values):
+            if not _finite(row):
+                return f"NaN or infinity in the {name} of particle {i + 1}{_layer(trainer, row)}"
     return ""
 
 
@@ -37,10 +48,17 @@ def _finite(value: Tensor) -> bool:
     return bool(torch.isfinite(value).all())
 
 
-def _layer(trainer: Trainer, row: Tensor, name: str) -> str:
-    """The first parameter of a row, from the network's end on, that is not finite: where backward met it first."""
-    if name != "weights":
+def _module(trainer: Trainer, row: Tensor) -> str:
+    """The first module with a gate (U,) that is not finite."""
+    scales = None if trainer.gating is None else trainer.gating.scales
+    if scales is None:
         return ""
+    broken = scales.module_sums((~row.isfinite()).to(row.dtype)[None])[0].tolist()
+    return next((f" (layer {name})" for name, count in zip(scales.modules, broken, strict=True) if count), "")
+
+
+def _layer(trainer: Trainer, row: Tensor) -> str:
+    """The first parameter of a row, from the network's end on, that is not finite: where backward met it first."""
     segments = reversed(list(trainer.particles.layout.segments.values()))
     broken = [segment.name for segment in segments if not _finite(segment.view(row))]
     return f" (layer {broken[0]})" if broken else ""

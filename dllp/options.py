@@ -14,7 +14,7 @@ from typing import Any, Literal
 import yaml
 from jsonargparse import ActionYesNo, ArgumentParser, DefaultHelpFormatter
 
-from dllp import zoo
+from dllp import reading, zoo
 from dllp.bench.tables import TABLES
 from dllp.config import Config
 from dllp.errors import ConfigError
@@ -22,11 +22,16 @@ from dllp.task import Task
 from dllp.version import __version__
 
 OUT, RESULTS = "runs/last", "results"
+ROUND_TO = 8
+"""Multiple of channels whose effect `dllp speed` shows."""
 MAIN = ("keep_flops", "keep_params", "granularity", "particles", "epochs", "batch_size", "seed", "init", "device")
 """Fields of Config that help shows first."""
 SUITED = ("epochs", "batch_size", "init", "task")
 """Fields of Config whose default depends on data and network."""
 TASK = tuple(field.name for field in fields(Task))
+FREE = ("data", "data_root", "model", "device")
+"""Settings whose text may hold anything; all others are words and numbers."""
+SETTINGS_BYTES = 2**16
 
 ABOUT = "Neural networks made small by Bayesian pruning, with a posterior that says how far to trust what is left."
 PRUNE_EXAMPLES = f"""networks by name: {", ".join(zoo.names())}
@@ -39,6 +44,8 @@ examples:
       images in photos/train/<class>/ and photos/test/<class>/, a trained network from your own function
   dllp prune --config runs/demo/config.yaml --out runs/again
       the same run once more; options beside --config win over the file
+  dllp prune --resume --out runs/demo
+      goes on with a run that was stopped or killed, to the same result
 
 defaults (*): digits has 30 epochs; fewer than 10,000 training examples are taken in batches of 64; floating-point
 targets make a regression; a network by name starts fresh, one of your own as it is given. `--preset paper` brings
@@ -61,15 +68,35 @@ examples:
   dllp bench table1 --validation 5000 --epochs 20 --rows dllp-channel-55 --seeds 0
       a choice of hyperparameters: trained on 45,000 images, evaluated on the 5,000 others, in a folder of its own"""
 
+EXPORT_EXAMPLES = """Needs pip install 'dllp[onnx]' for ONNX. The file is checked against PyTorch before it is written.
+
+examples:
+  dllp export runs/demo --format onnx --out demo.onnx
+      the first particle: float32 images, normalised as in training, to logits
+  dllp export runs/demo --posterior --uint8 --out demo.onnx
+      raw images to prediction, aleatoric and epistemic doubt, all particles in one graph
+  dllp export runs/demo --pad-to 8 --out demo.onnx
+      dead channels up to multiples of 8: the same outputs, often much faster in onnxruntime"""
+SPEED_EXAMPLES = """Needs pip install 'dllp[onnx]'. Networks take turns, so that all see the same machine.
+
+examples:
+  dllp speed runs/demo
+  dllp speed runs/demo --batch 1 16 64 --round-to 16 --json speed.json"""
+
 
 def parse(words: Iterable[str]) -> tuple[str, dict[str, Any]]:
     """The command, and what the user gave for it; nothing that was not given."""
     parser = _parser(
-        "prune, evaluate, bench", ABOUT, "`dllp COMMAND --help` explains a command and shows examples.", prog="dllp"
+        "prune, evaluate, export, speed, bench",
+        ABOUT,
+        "`dllp COMMAND --help` explains a command and shows examples.",
+        prog="dllp",
     )
     commands = parser.add_subcommands(dest="command", metavar="COMMAND", title="commands")
     commands.add_subcommand("prune", _prune(), help="train and prune a network in one run")
     commands.add_subcommand("evaluate", _evaluate(), help="measure the networks of a run folder")
+    commands.add_subcommand("export", _export(), help="write a run's networks as ONNX or pt2")
+    commands.add_subcommand("speed", _speed(), help="time the dense against the pruned network")
     commands.add_subcommand("bench", _bench(), help="measure a table of the paper")
     try:
         given = parser.parse_args([_dashed(word) for word in words], defaults=False)
@@ -80,23 +107,46 @@ def parse(words: Iterable[str]) -> tuple[str, dict[str, Any]]:
 
 def read(path: Path) -> dict[str, Any]:
     """A settings file such as a run folder's config.yaml: fields of Task and Config by name."""
+    content = reading.read_bytes(path, SETTINGS_BYTES, ConfigError)
     try:
-        values = yaml.safe_load(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        values = yaml.load(content, _PlainLoader)  # noqa: S506 # nosec B506
+    except (yaml.YAMLError, RecursionError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
         raise ConfigError(f"{path} is not plain YAML: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings: lines such as `epochs: 60` are needed")
-    named = {str(name).replace("-", "_"): value for name, value in values.items()}
+    reading.check_settings(values, path, ConfigError)
+    named = {name.replace("-", "_"): value for name, value in values.items()}
+    for name, value in named.items():
+        if isinstance(value, str) and name not in FREE and not re.fullmatch(r"[\w.+-]{0,64}", value):
+            raise ConfigError(f"{path}: {name} = {value[:64]!r} is neither a word nor a number")
     known = (*TASK, *(field.name for field in fields(Config)))
     for name in named:
         if name not in known:
             raise ConfigError(f"{path}: unknown name {name!r}{_near(name, known)}")
     try:
-        return vars(_prune().parse_object(named, defaults=False))
-    except argparse.ArgumentError as error:
+        read = vars(_prune().parse_object(named, defaults=False))
+        own = {name: read[name] for name in TASK if name in read}
+        Task(**own).config({name: value for name, value in read.items() if name not in TASK})
+    except (argparse.ArgumentError, ConfigError) as error:
         raise ConfigError(f"{path}: {_plain(str(error))}") from None
+    return read
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Less than a SafeLoader: no tags, nothing that repeats or merges other parts, little nesting."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent) or event.anchor or getattr(event, "tag", None):
+            raise yaml.YAMLError(f"line {event.start_mark.line + 1} has a tag, an anchor or an alias")
+        self.depth += 1
+        if self.depth > 4:
+            raise yaml.YAMLError(f"line {event.start_mark.line + 1} is nested too deeply")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 def write(task: dict[str, Any], config: Config) -> bytes:
@@ -130,7 +180,13 @@ def _prune() -> ArgumentParser:
     group = parser.add_argument_group("run folder and output")
     group.add_argument("--out", type=str, default=OUT, metavar="DIR", help="Folder of the run.")
     group.add_argument("--overwrite", action="store_true", help="Replace the run that the folder holds.")
+    group.add_argument("--resume", action="store_true", help="Go on with the unfinished run in the folder.")
+    text = "Steps between two checkpoints, besides one at each epoch's end; 0 for no others."
+    group.add_argument("--checkpoint-steps", type=int, default=0, metavar="N", help=text)
+    text = "Minutes between two checkpoints, besides one at each epoch's end; 0 for no others."
+    group.add_argument("--checkpoint-minutes", type=float, default=10.0, metavar="NUMBER", help=text)
     group.add_argument("--config", type=str, metavar="FILE", help="YAML settings, such as a run folder's config.yaml.")
+    _trust(group)
     group.add_argument("--quiet", action="store_true", help="Print nothing but errors.")
     _add_fields(parser.add_argument_group("what to keep, and how long to train"), Config, MAIN)
     rest = [field.name for field in fields(Config) if field.name not in MAIN]
@@ -143,13 +199,53 @@ def _evaluate() -> ArgumentParser:
     parser = _parser("evaluate DIR", about, EVALUATE_EXAMPLES)
     parser.add_argument("folder", type=str, metavar="DIR", help="Folder of a finished run.")
     _add_fields(parser, Task, ("data", "model", "data_root", "image_size"), default=None)
-    parser.add_argument("--trust-imports", action="store_true", help="Import the network that the run's settings name.")
+    _trust(parser)
     text = "gaussian-blur:RADIUS,..., sharpen, noise:SIGMA,... (in units of 0..1)."
     parser.add_argument("--corrupt", type=str, nargs="+", metavar="KIND", help=text)
     parser.add_argument("--subset", type=float, metavar="NUMBER", help="Fraction of the examples to use.")
     parser.add_argument("--device", type=str, default="auto", metavar="TEXT", help="auto, cpu, cuda or cuda:K.")
     parser.add_argument("--json", type=str, metavar="FILE", help="File for the table with every metric.")
     return parser
+
+
+def _folder(parser: ArgumentParser) -> None:
+    """What commands take that read a run folder without its data."""
+    parser.add_argument("folder", type=str, metavar="DIR", help="Folder of a finished run.")
+    parser.add_argument("--particle", type=int, default=1, metavar="K", help="Which extracted network, from 1.")
+    _add_fields(parser, Task, ("model",), default=None)
+    _trust(parser)
+    text = "Shape of one input, where the run does not say it: channels, height, width."
+    parser.add_argument("--shape", type=int, nargs="+", metavar="N", help=text)
+
+
+def _export() -> ArgumentParser:
+    about = "Write a run's networks as one file for other runtimes, with a dynamic batch."
+    parser = _parser("export DIR --out FILE", about, EXPORT_EXAMPLES)
+    _folder(parser)
+    parser.add_argument("--out", type=str, required=True, metavar="FILE", help="File to write.")
+    parser.add_argument("--format", type=Literal["onnx", "pt2"], default="onnx", metavar="onnx|pt2", help="Its kind.")
+    parser.add_argument("--posterior", action="store_true", help="All particles, with their doubt as further outputs.")
+    parser.add_argument("--uint8", action="store_true", help="Take raw images and normalise them inside.")
+    text = "Add dead channels up to multiples of this; the outputs stay the same."
+    parser.add_argument("--pad-to", type=int, default=1, metavar="N", help=text)
+    return parser
+
+
+def _speed() -> ArgumentParser:
+    about = "Measure time, memory and bytes of the dense and the pruned network, in PyTorch and onnxruntime."
+    parser = _parser("speed DIR", about, SPEED_EXAMPLES)
+    _folder(parser)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 64], metavar="N", help="Batch sizes.")
+    text = "Show what multiples of this many channels would do; 1 for nothing."
+    parser.add_argument("--round-to", type=int, default=ROUND_TO, metavar="N", help=text)
+    parser.add_argument("--seconds", type=float, default=5.0, metavar="NUMBER", help="Time for each setting.")
+    parser.add_argument("--json", type=str, metavar="FILE", help="File for every figure.")
+    parser.add_argument("--quiet", action="store_true", help="Print nothing but errors.")
+    return parser
+
+
+def _trust(group: Any) -> None:
+    group.add_argument("--trust-imports", action="store_true", help="Import the network that a settings file names.")
 
 
 def _bench() -> ArgumentParser:
@@ -231,11 +327,16 @@ def _plain(message: str) -> str:
     """A parser's message as one line in the user's words."""
     unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
     if unknown:
-        options = [flag for parser in (_prune(), _evaluate(), _bench()) for flag in parser._option_string_actions]
+        options = [
+            flag
+            for parser in (_prune(), _evaluate(), _export(), _speed(), _bench())
+            for flag in parser._option_string_actions
+        ]
         return f"unknown option {unknown[1]}{_near(unknown[1], options)}"
     key = re.match(r'Parser key "(\w+)"(?: element \d+)?:', message)
     if not key:
-        return message.replace("evaluate.folder", "the run folder").replace("bench.name", "the table's name")
+        message = re.sub(r"(evaluate|export|speed)\.folder", "the run folder", message)
+        return message.replace("bench.name", "the table's name").replace("export.out", "--out FILE")
     kinds: list[str] = re.findall(r"Expected an? (typing\.Literal\[.*?\]|<class '\w+'>)", message)
     words = [_KINDS.get(kind) or kind.removeprefix("typing.Literal").strip("[]").replace("'", "") for kind in kinds]
     wanted = [word for word in words if not word.startswith("<")]

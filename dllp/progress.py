@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from rich.console import Console
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
 from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from dllp.evaluate import CLEAN, TOGETHER, Row
+from dllp.speed import LayerTime
+from dllp.speed import Row as SpeedRow
 from dllp.train import EpochRecord, Trainer
 
 
@@ -121,7 +124,7 @@ def render(rows: Sequence[Row], title: str) -> Table:
     regression = "rmse" in rows[0].metrics
     quality = {"rmse": "RMSE"} if regression else {"accuracy": "accuracy"}
     doubt = {"nll": "NLL"} if regression else {"ece": "ECE", "nll": "NLL"}
-    table = Table(title=title, title_justify="left")
+    table = Table(title=Text(title), title_justify="left")  # names out of files are no markup
     table.add_column("network", no_wrap=True)
     for name in (*quality.values(), "FLOPs\n(MACs)", "parameters", "bytes\non disk", *doubt.values()):
         table.add_column(name, justify="right", no_wrap=True)
@@ -137,6 +140,67 @@ def render(rows: Sequence[Row], title: str) -> Table:
         cells += [_number(name, row.metrics.get(name)) for name in doubt]
         table.add_row(*cells, style="bold" if row.name == TOGETHER else None)
     return table
+
+
+@contextmanager
+def status(quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A line on standard error that says what is being done; nothing where that is no terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    with _stderr().status("") as line:
+        yield line.update
+
+
+def show_speed(rows: Sequence[SpeedRow], slowest: Sequence[LayerTime], title: str) -> None:
+    """Print what `dllp speed` measured, and the layers that hold the pruned network back."""
+    console = Console(file=sys.stdout)
+    console.print(render_speed(rows, title))
+    console.print("time share: time saved over FLOPs saved; int8: its accuracy was not measured")
+    held = [layer for layer in slowest if layer.lost_ms > 0]
+    if held:
+        console.print("onnxruntime, one thread: what holds it back most, milliseconds dense -> pruned (ideal)")
+    for layer in held:
+        ideal = layer.dense_ms * layer.kept_macs
+        widths = f"{layer.dense_width} -> {layer.pruned_width} channels"
+        text = f"  {layer.layer} ({widths}): {layer.dense_ms:.2f} -> {layer.pruned_ms:.2f} ({ideal:.2f})"
+        console.print(text, markup=False, highlight=False)
+
+
+def render_speed(rows: Sequence[SpeedRow], title: str) -> Group:
+    """A small table for each setting, then one with what does not depend on it; all fit 80 columns."""
+    settings: dict[str, list[SpeedRow]] = {}
+    sizes: dict[str, SpeedRow] = {}
+    for row in rows:
+        threads = f" {row.threads} thread{'s' * (row.threads > 1)}" if row.device == "cpu" else ""
+        runtime = row.runtime.split()[0]
+        settings.setdefault(f"{runtime}, {row.device}{threads}, batch {row.batch}", []).append(row)
+        if row.memory is not None:
+            sizes.setdefault(f"{_speed_name(row)}, {runtime} {row.device}", row)
+    parts: list[Text | Table] = [Text(title, style="bold")]
+    for name, found in settings.items():
+        table = _speed_table(name, "network", "ms", "quartiles", "examples/s", "speed-up", "time share")
+        for row in found:
+            spread = f"{1e3 * row.low:.2f}-{1e3 * row.high:.2f}"
+            gain = "-" if row.speedup is None else f"{row.speedup:.2f}x"
+            share = "-" if row.share is None else f"{100 * row.share:.0f}%"
+            table.add_row(_speed_name(row), f"{1e3 * row.median:.2f}", spread, f"{row.throughput:.0f}", gain, share)
+        parts.append(table)
+    table = _speed_table("sizes (peak: memory at the largest batch)", "network", "MACs", "on disk", "peak")
+    for name, row in sizes.items():
+        table.add_row(name, _short(row.macs, ""), _short(row.bytes, "B"), _short(row.memory, "B"))
+    return Group(*parts, table)
+
+
+def _speed_table(title: str, *columns: str) -> Table:
+    table = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if i else "left", no_wrap=True)
+    return table
+
+
+def _speed_name(row: SpeedRow) -> str:
+    return row.network + (" int8" if row.runtime.endswith("int8") else "")
 
 
 def _stderr() -> Console:

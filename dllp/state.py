@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from torch import Tensor
 from dllp.errors import ArtifactError
 from dllp.train import EpochRecord, Trainer, teacher
 
+FREE = ("device", "engine", "on_nan")
+"""Fields of Config that a run may change when it goes on."""
 State = tuple[dict[str, Tensor], dict[str, Any]]
 
 
@@ -45,6 +47,7 @@ def restore(trainer: Trainer, state: State) -> None:
     if values.get("fingerprint") != fingerprint(trainer):
         raise ArtifactError("the checkpoint belongs to another run: configuration, network and data must be the same")
     try:
+        _check(trainer, tensors, values)
         keep = tensors.pop("keep", None)
         if any(name.startswith("teacher/") for name in tensors):
             trainer.teachers = [teacher(network) for network in trainer.particles.networks]
@@ -64,13 +67,39 @@ def restore(trainer: Trainer, state: State) -> None:
         trainer.step_index, trainer.lr_scale = int(values["step"]), float(values["lr_scale"])
         trainer.best, trainer.waited = values["patience"]
         trainer.history = [EpochRecord(**record) for record in values["history"]]
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ArtifactError(f"the checkpoint does not fit the run: {str(error).splitlines()[0]}") from None
+    except (LookupError, TypeError, ValueError, RuntimeError, AssertionError) as error:
+        raise ArtifactError(f"the checkpoint does not fit the run: {error}") from None
+
+
+def _check(trainer: Trainer, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+    """Whoever can write a file can compute its checksum: values and the tensors that have no place to be copied to."""
+    step, scale, (best, waited) = values["step"], values["lr_scale"], values["patience"]
+    if type(step) is not int or not 0 <= step <= trainer.total_steps:
+        raise ValueError(f"step is not one of 0..{trainer.total_steps}")
+    if type(scale) not in (int, float) or not 0 < scale < float("inf"):
+        raise ValueError("lr_scale is no positive number")
+    if type(best) not in (int, float) or type(waited) is not int:
+        raise ValueError("patience is not a loss and a number of epochs")
+    hints = get_type_hints(EpochRecord)
+    for record in values["history"]:
+        for name, value in vars(EpochRecord(**record)).items():
+            entries = value if isinstance(value, list) and "list" in str(hints[name]) else [value]
+            if not all(entry is None or isinstance(entry, (int, float, str)) for entry in entries):
+                raise ValueError(f"{name} in its history is of the wrong kind")
+    shapes = {"keep": (torch.uint8, trainer.belief.logits.shape)}
+    states = {"random/gates": trainer.belief.generator.get_state(), "random/cpu": torch.get_rng_state()}
+    shapes |= {name: (known.dtype, known.shape) for name, known in states.items()}
+    for k, value in enumerate(trainer.belief.learned):
+        shapes |= {f"adam/{k}/{key}": (value.dtype, value.shape) for key in ("exp_avg", "exp_avg_sq")}
+        shapes[f"adam/{k}/step"] = (torch.float32, torch.Size([]))
+    for name, wanted in shapes.items():
+        if name in tensors and (tensors[name].dtype, tensors[name].shape) != wanted:
+            raise ValueError(f"{name} is {tuple(tensors[name].shape)} {tensors[name].dtype}, not {wanted}")
 
 
 def fingerprint(trainer: Trainer) -> str:
     """Names what must be equal for a checkpoint to fit: configuration, shapes, size of the data."""
-    config = {k: v for k, v in trainer.config.as_dict().items() if k not in ("device", "engine", "on_nan")}
+    config = {k: v for k, v in trainer.config.as_dict().items() if k not in FREE}
     shapes = [(name, list(s.shape)) for name, s in trainer.particles.layout.segments.items()]
     parts = [config, shapes, trainer.num_data, trainer.steps_per_epoch, list(trainer.belief.logits.shape)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from dllp.config import Config
 from dllp.data import ArrayData, Dataset, stratified
 from dllp.data import load as load_data
 from dllp.data.download import Progress
-from dllp.errors import ConfigError, DataError
+from dllp.errors import ArtifactError, ConfigError, DataError
 from dllp.evaluate import DENSE
 
 SETTINGS, LOG, DENSE_FILE, EVALUATION = "config.yaml", "log.jsonl", "dense.safetensors", "evaluation.json"
@@ -68,6 +68,11 @@ class Task:
         data = load_data(self.data, root=self.data_root, seed=seed, progress=progress, **options)
         return replace(data, test=data.validation) if self.validation and data.validation is not None else data
 
+    def anchored(self) -> Task:
+        """The same, its folders by absolute paths: it can be read from anywhere."""
+        found = {name: getattr(self, name) for name in ("data", "data_root")}
+        return replace(self, **{name: str(Path(p).resolve()) for name, p in found.items() if p and Path(p).is_dir()})
+
     def config(self, values: Mapping[str, Any], data: Dataset | None = None) -> Config:
         """Defaults, what suits the data, the preset, what the user gave: the later wins."""
         suited: dict[str, Any] = {}
@@ -90,6 +95,13 @@ class Task:
             if self.is_code:
                 return imported(self.model)
             return zoo.build(self.model, num_classes, in_channels, image_size=image_size)
+
+    def check_network(self, folder: Path, num_classes: int, in_channels: int, image_size: int) -> None:
+        """Raise unless a run folder's first reference has the shapes of this network; no memory is taken for it."""
+        if not self.is_code:
+            with torch.device("meta"):
+                network = zoo.build(self.model, num_classes, in_channels, image_size=image_size)
+            artifacts.check_declared(folder / "reference-0.safetensors", network)
 
 
 def imported(path: str) -> nn.Module:
@@ -116,10 +128,35 @@ def describe(data: Dataset) -> dict[str, Any]:
         "in_channels": data.in_channels,
         "image_size": data.image_size,
         "shape": list(data.train.x.shape[1:]),
+        "dtype": str(data.train.x.dtype).removeprefix("torch."),
         "classes": list(data.classes),
         "mean": data.train.mean and list(data.train.mean),
         "std": data.train.std and list(data.train.std),
     }
+
+
+def described(run: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """What :func:`describe` wrote, and the dense network's noise, out of a run.json by anyone."""
+    known, noise = run["info"].get("data", {}), run["info"].get("dense_noise")
+    number = (int, float)
+    checks: dict[str, Callable[[Any], bool]] = {
+        **dict.fromkeys(("num_classes", "in_channels", "image_size"), lambda v: type(v) is int and 1 <= v <= 2**20),
+        "shape": lambda v: isinstance(v, list) and len(v) <= 8 and all(type(n) is int and n > 0 for n in v),
+        "dtype": lambda v: v in ("uint8", "float32"),
+        "classes": lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v),
+        **dict.fromkeys(
+            ("mean", "std"), lambda v: v is None or (isinstance(v, list) and all(type(n) in number for n in v))
+        ),
+    }
+    place = f"{folder / artifacts.RUN}, 'info'"
+    if not isinstance(known, dict) or (noise is not None and type(noise) not in number):
+        raise ArtifactError(f"{place}: 'data' or 'dense_noise' is of the wrong kind")
+    for name, fits in checks.items():
+        if name in known and not fits(known[name]):
+            raise ArtifactError(f"{place}, 'data': {name!r} is not what describes a data set")
+    if any(n <= 0 for n in known.get("std") or ()):
+        raise ArtifactError(f"{place}, 'data': 'std' must be positive")
+    return {name: known[name] for name in checks if name in known} | ({} if noise is None else {"dense_noise": noise})
 
 
 def as_trained(data: Dataset, known: Mapping[str, Any]) -> ArrayData:
@@ -149,5 +186,5 @@ def disk(folder: Path, result: Result) -> dict[str, int]:
     """Bytes of every network of a run folder, by the name of its row."""
     sizes = {f"particle {i + 1}": artifacts.network_bytes(folder, i) for i in range(len(result.slabs))}
     if (folder / DENSE_FILE).exists():
-        sizes[DENSE] = (folder / DENSE_FILE).stat().st_size
+        sizes[DENSE] = artifacts.member(folder, DENSE_FILE).stat().st_size
     return sizes

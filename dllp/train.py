@@ -218,12 +218,16 @@ class Trainer:
             for step, x, y in self.recent:
                 trouble = health.diagnose(self, x, y)
                 if trouble:
-                    raise NumericsError(
-                        f"{trouble} at step {step + 1} (epoch {step // self.steps_per_epoch + 1}): lower lr "
-                        f"(now {self.config.lr * self.lr_scale:g}), or use on_nan = rollback"
-                    )
-            raise NumericsError(f"NaN or infinity near step {self.step_index}: lower lr (now {self.config.lr:g})")
+                    raise self.broken(trouble, step + 1)
+            raise self.broken("NaN or infinity", self.step_index)
         self.recent.clear()
+
+    def broken(self, trouble: str, step: int) -> NumericsError:
+        """The error that names what broke, when, and the way out."""
+        return NumericsError(
+            f"{trouble} at step {step} (epoch {(step - 1) // self.steps_per_epoch + 1}): lower lr "
+            f"(now {self.config.lr * self.lr_scale:g}), or use on_nan = rollback"
+        )
 
     def discretise(self, gating: ChannelGating | WeightGating) -> None:
         """Decide the gates. From here on only the slab moves, and what remains of the prior is a weight decay on it."""

@@ -154,7 +154,7 @@ def test_an_interrupted_replacement_puts_the_old_run_back(tmp_path: Path, monkey
     assert os.listdir(tmp_path) == ["run"]
 
 
-def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dllp", "prune", "--epochs", "500", "--out", "runs/a"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, text=True, **pipes) as process:
@@ -163,8 +163,8 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
     assert first.startswith("pruned epoch 1/500"), error
-    assert (process.returncode, error) == (130, "dllp: interrupted, nothing was written\n")
-    assert os.listdir(tmp_path) == []
+    assert (process.returncode, error) == (130, "dllp: interrupted, go on with dllp prune --resume --out runs/a\n")
+    assert {path.name for path in (tmp_path / "runs/a").iterdir()} == {"config.yaml", "checkpoints", "log.jsonl"}
 
 
 def test_names_in_files_may_have_dashes_and_exponents(tmp_path: Path) -> None:

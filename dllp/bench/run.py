@@ -10,7 +10,7 @@ from typing import Any
 from dllp import artifacts
 from dllp.bench.jobs import Runner
 from dllp.bench.store import LABELS, Store
-from dllp.bench.summary import markdown, summarise
+from dllp.bench.summary import check, markdown, summarise
 from dllp.bench.tables import Planned, Table, Variant
 from dllp.errors import DllpError
 
@@ -76,7 +76,11 @@ def figures(line: Mapping[str, Any]) -> str:
 
 def write_summary(table: Table, store: Store, variant: Variant) -> dict[str, Any] | None:
     """Write summary.json and table.md from whatever is finished; nothing where nothing is."""
-    summary = summarise(table, store.lines(), variant)
+    lines = store.lines()
+    used = [line for row in table.rows for line in table.members(row, lines, variant)]
+    for line in used:
+        check(line, store.runs)
+    summary = summarise(table, lines, variant)
     if not summary["rows"]:
         return None
     artifacts.write_json(store.folder / SUMMARY, summary)

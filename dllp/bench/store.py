@@ -8,22 +8,27 @@ A job is named by its digest; what has a line is finished and is never run again
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import io
 import json
 import math
 import os
+import re
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from dllp import artifacts
+from dllp import artifacts, reading
+from dllp.data import npy
 from dllp.errors import ArtifactError
 
 RUNS, PROBABILITIES, LABELS = "runs.jsonl", "probabilities", "labels"
+RUNS_BYTES, ARRAYS_BYTES, MOST_ARRAYS = 2**28, 2**31, 64
 
 
 class Store:
@@ -34,12 +39,9 @@ class Store:
 
     def lines(self) -> list[dict[str, Any]]:
         """Every finished job, in the order of finishing; a torn last line is none."""
-        try:
-            content = self.runs.read_bytes()
-        except FileNotFoundError:
+        if not self.runs.exists():
             return []
-        except OSError as error:
-            raise ArtifactError(f"cannot read {self.runs}: {error.strerror}") from None
+        content = reading.read_bytes(self.runs, RUNS_BYTES)
         found: dict[str, dict[str, Any]] = {}
         *whole, last = content.split(b"\n")
         for number, text in enumerate(whole, start=1):
@@ -82,18 +84,23 @@ class Store:
     def probabilities(self, digest: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """(n, B, C) float64 probabilities by version of the test set, each summing to 1, and labels (B,)."""
         path = self._arrays(digest)
-        try:
-            with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
-                stored = {name: arrays[name] for name in arrays.files}
-            labels = stored.pop(LABELS)
-        except FileNotFoundError:
-            raise ArtifactError(f"{path} is missing: the job kept no probabilities") from None
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-            raise ArtifactError(f"{path} is damaged: remove its job's line from {RUNS}, and it runs again") from None
+        if not path.exists():
+            raise ArtifactError(f"{path} is missing: the job kept no probabilities")
+        with reading.open_plain(path) as file:
+            try:
+                stored = unpack(file)
+                labels = stored.pop(LABELS)
+                if not stored or any(value.shape[1] != len(labels) for value in stored.values()):
+                    raise ValueError("no probabilities for the labels")
+            except Exception as error:  # a damaged archive can raise almost anything
+                way = f"remove its job's line from {RUNS}, and it runs again"
+                raise ArtifactError(f"{path} is damaged ({error}): {way}") from None
         wide = {name: value.astype(np.float64) for name, value in stored.items()}
-        return {name: value / value.sum(-1, keepdims=True) for name, value in wide.items()}, labels
+        return {name: value / value.sum(-1, keepdims=True) for name, value in wide.items()}, labels.copy()
 
     def _arrays(self, digest: str) -> Path:
+        if not re.fullmatch(r"\w{1,64}", digest):
+            raise ArtifactError(f"{digest[:64]!r} is no digest of a job")
         return self.folder / PROBABILITIES / f"{digest}.npz"
 
 
@@ -108,6 +115,40 @@ def pack(probabilities: Mapping[str, np.ndarray]) -> bytes:
             entry.compress_type = zipfile.ZIP_BZIP2
             archive.writestr(entry, member.getvalue())
     return buffer.getvalue()
+
+
+def unpack(file: BinaryIO) -> dict[str, np.ndarray]:
+    """Inverse of :func:`pack` for files by anyone: sizes and shapes are checked before a member is unpacked."""
+    result: dict[str, np.ndarray] = {}
+    with zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+        if len(members) > MOST_ARRAYS or sum(member.file_size for member in members) > min(ARRAYS_BYTES, reading.cap()):
+            raise ValueError("too many arrays, or too large ones")
+        for member in members:
+            name = member.filename.removesuffix(".npy")
+            content = _unpacked(file, member)
+            stream = io.BytesIO(content)
+            shape, dtype, fortran = npy.read_header(stream, len(content), name)
+            wanted = ("u", 1) if name == LABELS else ("f", 3)
+            if (dtype.kind, len(shape)) != wanted or name in result or fortran or 0 in shape:
+                raise ValueError(f"{name} holds {dtype} of shape {shape}")
+            result[name] = np.frombuffer(content, dtype, offset=stream.tell()).reshape(shape)
+            if not np.isfinite(result[name]).all() or (name != LABELS and result[name].min() <= 0):
+                raise ValueError(f"{name} holds numbers that are no probabilities")
+    return result
+
+
+def _unpacked(file: BinaryIO, member: zipfile.ZipInfo) -> bytes:
+    """A member's content; zipfile itself would unpack whatever comes, and only then look at the size."""
+    file.seek(member.header_offset)
+    start = file.read(30)
+    if len(start) != 30 or start[:4] != b"PK\x03\x04" or member.compress_type != zipfile.ZIP_BZIP2:
+        raise ValueError("not an archive of ours")
+    file.seek(int.from_bytes(start[26:28], "little") + int.from_bytes(start[28:30], "little"), os.SEEK_CUR)
+    content = bz2.BZ2Decompressor().decompress(file.read(member.compress_size), member.file_size + 1)
+    if len(content) != member.file_size or zlib.crc32(content) != member.CRC:
+        raise ValueError("its content does not fit its checksum")
+    return content
 
 
 def shortened(probabilities: np.ndarray) -> np.ndarray:
@@ -125,10 +166,13 @@ def shortened(probabilities: np.ndarray) -> np.ndarray:
 
 def _parse(text: bytes) -> dict[str, Any] | None:
     try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
+        line = reading.parse_json(text, RUNS)
+    except ArtifactError:
         return None
-    return line if isinstance(line, dict) and isinstance(line.get("digest"), str) and "seed" in line else None
+    if not isinstance(line, dict) or not isinstance(line.get("digest"), str):
+        return None
+    fits = type(line.get("seed")) is int and -(2**63) <= line["seed"] < 2**63
+    return line if fits and re.fullmatch(r"\w{1,64}", line["digest"]) else None  # the digest names a file
 
 
 def _finite(value: Any) -> Any:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from dllp.bench.tables import Quoted, Row, Table, Variant
+from dllp.errors import ArtifactError
 
 Lines = Sequence[dict[str, Any]]
 """Finished runs, as :meth:`dllp.bench.store.Store.lines` gives them."""
@@ -28,6 +29,38 @@ EXPLANATION = (
     "± its standard error over seeds. All: the mean prediction of a run's particles, which costs all of them. "
     "FLOPs are multiply-accumulates, of what the row names. A target counts as reached within one standard error."
 )
+
+
+def check(line: dict[str, Any], place: object) -> None:
+    """Raise unless a finished run has the fields that a summary reads; `place` names its file."""
+    number = (int, float)
+    texts = ("hardware", "date", "flops_of", *VERSIONS)
+    tests: dict[str, Callable[[Any], bool]] = {
+        **dict.fromkeys(texts, lambda v: isinstance(v, str) and v.isprintable() and len(v) <= 200),
+        **dict.fromkeys(("params", "flops_removed"), lambda v: _numbers(v) and bool(v)),
+        "dense_params": lambda v: type(v) in number and v > 0,
+        "train_seconds": lambda v: type(v) in number,
+        "epochs": lambda v: type(v) is int,
+        "config": lambda v: isinstance(v, dict) and v.get("precision") in ("float32", "bfloat16"),
+        "ensemble": _figures,
+        "particles": lambda v: isinstance(v, list) and bool(v) and all(map(_figures, v)),
+    }
+    for name, fits in tests.items():
+        if not fits(line.get(name)):
+            raise ArtifactError(
+                f"{place}, digest {line['digest']}: {name!r} is missing or of the wrong kind: "
+                "remove the line, and its job runs again"
+            )
+    if type(line.get("processes", 1)) is not int:
+        raise ArtifactError(f"{place}, digest {line['digest']}: 'processes' is no whole number")
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(entry) in (int, float) for entry in value)
+
+
+def _figures(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(value.get(name)) in (int, float) for name in ("accuracy", "nll", "ece"))
 
 
 def summarise(table: Table, lines: Lines, variant: Variant) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from dllp import reading
 from dllp.data import cifar10, digits, folder, npy
 from dllp.data.arrays import ArrayData, Augment, Batches
 from dllp.data.checks import check_finite, check_labels, from_pair, validate
@@ -20,6 +21,10 @@ __all__ = [
     "ArrayData", "BatchSource", "Batches", "Dataset", "LoaderBatches", "check_finite", "check_labels", "from_pair",
     "holdout", "load", "names", "stratified", "validate",
 ]  # fmt: skip
+
+
+MOST_CLASSES, LARGEST_IMAGE = 2**16, 2**13
+"""Limits on what a file may ask for: classes are counted up to the largest label."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,8 @@ def load(
         progress: Called with (bytes so far, bytes in all) during a download, to draw a progress bar.
     """
     name = str(name_or_path)
-    if image_size is not None and image_size < 1:
-        raise DataError(f"image_size = {image_size}: a positive number of pixels is needed")
+    if image_size is not None and not 1 <= image_size <= LARGEST_IMAGE:
+        raise DataError(f"image_size = {image_size}: a number of pixels from 1 to {LARGEST_IMAGE} is needed")
     if name == "digits":
         train, test = digits.arrays()
         data = Dataset(name, train, test, tuple("0123456789"))
@@ -89,6 +94,7 @@ def load(
     validate(data.train, classes, f"the training split of {name}")
     if data.test.is_classification:
         check_labels(data.test.y, classes, f"the test split of {name}")
+    check_finite(data.test.y, f"targets of the test split of {name}")
     check_finite(data.test.x, f"inputs of the test split of {name}")
     if augment is not None:
         data = replace(data, train=replace(data.train, augment=augment))
@@ -102,6 +108,8 @@ def _from_path(path: Path, image_size: int | None) -> Dataset:
     if not path.is_dir():
         raise DataError(f"no data set and no folder is called {path}: give {', '.join(names())} or a folder")
     if npy.present(path):
+        for file in npy.FILES:
+            reading.contained(path, path / file, DataError)
         return _from_npy(path)
     if not folder.is_image_folder(path):
         raise DataError(f"{path} holds neither train/<class>/ folders nor {', '.join(npy.FILES)}: add one of the two")
@@ -111,14 +119,21 @@ def _from_path(path: Path, image_size: int | None) -> Dataset:
 
 def _from_npy(path: Path) -> Dataset:
     train_x, train_y, test_x, test_y = npy.read_set(path)
-    x, held = _channels_first(train_x), _channels_first(test_x)
+    x = _channels_first(train_x)
+    del train_x  # beside its copy it may be most of the memory there is
+    held = _channels_first(test_x)
+    del test_x
     image = x.dtype == torch.uint8
     mean, std = folder.statistics(x) if image else (None, None)
     augment = folder.default_augment(x) if image else "none"
     train = from_pair(x, train_y, mean=mean, std=std, augment=augment)
     test = from_pair(held, test_y, mean=mean, std=std)
-    if train.is_classification != test.is_classification:
+    if train.is_classification != test.is_classification or train.y.shape[1:] != test.y.shape[1:]:
         raise DataError(f"train_y.npy and test_y.npy in {path} differ in kind: both integers, or both floats")
+    if train.is_classification and int(train.y.max()) >= MOST_CLASSES:
+        raise DataError(
+            f"label {int(train.y.max())} in {path / 'train_y.npy'}: at most {MOST_CLASSES} classes are read"
+        )
     classes = tuple(str(c) for c in range(int(train.y.max()) + 1)) if train.is_classification else ()
     return Dataset(str(path), train, test, classes)
 

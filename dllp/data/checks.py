@@ -11,6 +11,8 @@ from torch import Tensor
 from dllp.data.arrays import ArrayData, Augment
 from dllp.errors import DataError
 
+CHUNK = 2**22
+
 
 def from_pair(
     x: Any,
@@ -69,7 +71,10 @@ def check_labels(y: Tensor, num_classes: int | None = None, place: str = "the da
 
 def check_finite(x: Tensor, place: str) -> None:
     """Raise where a floating-point tensor holds NaN or infinity, naming the first such example."""
-    if x.is_floating_point() and not bool(torch.isfinite(x).all()):
+    if not x.is_floating_point() or not x.numel():
+        return
+    rows = max(1, CHUNK // x[0].numel())  # in parts: PyTorch's own check takes as much memory again
+    if not all(bool(torch.isfinite(part).all()) for part in x.split(rows)):
         bad = int((~torch.isfinite(x.reshape(len(x), -1))).any(1).nonzero()[0])
         raise DataError(f"NaN or infinity in the {place}, first in example {bad}: clean the data before training")
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import gzip
 import io
-import pickle
+import pickle  # nosec B403
 import tarfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 
+from dllp import reading
 from dllp.errors import DataError
 
 PIXELS = 3 * 32 * 32
 SIZE_LIMIT = 40 * 2**20
 """No member of the official archives is larger than 31 MB."""
+ARCHIVE_LIMIT = 200 * 2**20
+"""Nor is all of one, unpacked, larger than 187 MB."""
 
 Arrays = tuple[np.ndarray, np.ndarray]
 
@@ -42,11 +45,10 @@ def read_folder(folder: Path, version: Version) -> list[Arrays]:
     for name in version.members():
         path = folder / name
         try:
-            if path.stat().st_size > SIZE_LIMIT:
-                raise DataError(f"{path} is larger than any file of CIFAR-10: extract {version.archive} again")
-            parts.append(version.decode(path.read_bytes(), str(path)))
-        except OSError as error:
-            raise DataError(f"cannot read {path} ({error.strerror}): extract {version.archive} again") from None
+            content = reading.read_bytes(path, SIZE_LIMIT, DataError)
+        except DataError as error:
+            raise DataError(f"{error}: extract {version.archive} again") from None
+        parts.append(version.decode(content, str(path)))
     return parts
 
 
@@ -55,7 +57,11 @@ def read_archive(path: Path, version: Version) -> list[Arrays]:
     wanted = {f"{version.folder}/{name}": name for name in version.members()}
     found: dict[str, Arrays] = {}
     try:
-        with tarfile.open(path, "r|gz") as tar:
+        with (
+            reading.open_plain(path, DataError) as packed,
+            gzip.GzipFile(fileobj=packed) as unpacked,
+            tarfile.open(fileobj=cast("io.BytesIO", _Limited(unpacked)), mode="r|") as tar,
+        ):
             for member in tar:
                 name = wanted.get(member.name)
                 if name is None:
@@ -64,12 +70,28 @@ def read_archive(path: Path, version: Version) -> list[Arrays]:
                 if file is None:
                     raise DataError(f"{member.name} in {path} is no plain file of the expected size: get it again")
                 found[name] = version.decode(file.read(), f"{path}:{member.name}")
-    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+    except DataError:
+        raise
+    except Exception as error:  # a damaged archive can raise almost anything
         raise DataError(f"{path} is no readable archive ({error}): delete it and get it again") from None
     missing = [name for name in version.members() if name not in found]
     if missing:
         raise DataError(f"{path} lacks {missing[0]}: delete it and get it again")
     return [found[name] for name in version.members()]
+
+
+class _Limited:
+    """A stream that ends with an error where more comes out of an archive than was ever packed into it."""
+
+    def __init__(self, file: gzip.GzipFile) -> None:
+        self.file, self.left = file, ARCHIVE_LIMIT
+
+    def read(self, size: int) -> bytes:
+        content = self.file.read(min(size, self.left + 1))
+        self.left -= len(content)
+        if self.left < 0:
+            raise OSError(f"more than {ARCHIVE_LIMIT} bytes are packed into it")
+        return content
 
 
 def decode_binary(content: bytes, place: str) -> Arrays:
@@ -83,6 +105,7 @@ def decode_binary(content: bytes, place: str) -> Arrays:
 def decode_python(content: bytes, place: str) -> Arrays:
     """A pickled dictionary with `data` (n, 3072) and `labels`."""
     try:
+        _scan(content)
         batch = _Unpickler(io.BytesIO(content), encoding="bytes").load()
         pixels, labels = batch[b"data"], batch[b"labels"]
         if not isinstance(pixels, _Array) or pixels.value is None:
@@ -98,6 +121,47 @@ def _checked(pixels: np.ndarray, labels: np.ndarray, place: str) -> Arrays:
     if pixels.ndim != 2 or pixels.shape != (len(labels), PIXELS) or (len(labels) and labels.max() > 9):
         raise DataError(f"{place} is damaged: pixels of shape {pixels.shape} for {len(labels)} labels in 0..9")
     return pixels.reshape(-1, 3, 32, 32), labels
+
+
+_FIXED = {
+    **dict.fromkeys(b"(.0N]})aeslubtR\x85\x86\x87\x88\x89", 0),
+    **{ord("K"): 1, ord("M"): 2, ord("J"): 4, ord("q"): 1, ord("r"): 4, ord("h"): 1, ord("j"): 4, 0x80: 1},
+}
+"""Opcodes of protocol 2 that these files need, and the bytes that follow each."""
+_COUNTED = {ord("U"): 1, ord("C"): 1, ord("T"): 4, ord("X"): 4, ord("B"): 4, 0x8A: 1}
+"""Opcodes with a length in so many bytes, and then content of that length."""
+_MEMO = frozenset(b"qr")
+_RARE = frozenset(b")t\x85\x86\x87hjR")
+_MOST_RARE = 24
+"""These build tuples, call a name and repeat what was read: enough of them make hashing or copying endless."""
+
+
+def _scan(content: bytes) -> None:
+    """Raise unless the pickle holds only what these files need; no length and no place may lie outside the file."""
+    position, opcodes, rare = 0, 0, 0
+    while position < len(content):
+        code = content[position]
+        position, opcodes, rare = position + 1, opcodes + 1, rare + (code in _RARE)
+        if code in _FIXED:
+            argument = int.from_bytes(content[position : position + _FIXED[code]], "little")
+            position += _FIXED[code]
+            if code in _MEMO and argument > opcodes:
+                raise pickle.UnpicklingError(f"a place {argument} that no entry has")
+        elif code in _COUNTED:
+            argument = int.from_bytes(content[position : position + _COUNTED[code]], "little")
+            position += _COUNTED[code] + argument
+        elif code == ord("c"):
+            for _ in range(2):
+                position = content.find(b"\n", position) + 1
+                if not position:
+                    raise pickle.UnpicklingError("a name without an end")
+        else:
+            raise pickle.UnpicklingError(f"opcode {code} has no place in it")
+        if rare > _MOST_RARE or position > len(content):
+            raise pickle.UnpicklingError("it is cut off or not made like the official files")
+        if code == ord("."):
+            return
+    raise pickle.UnpicklingError("it does not end")
 
 
 class _Array:

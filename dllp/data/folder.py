@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +10,16 @@ import numpy as np
 import torch
 from PIL import Image
 
+from dllp import reading
 from dllp.data.arrays import ArrayData, Augment
 from dllp.data.augment import PADDING
 from dllp.errors import DataError
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
+FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
+"""By content, whatever a file is called: Pillow would start Ghostscript for PostScript."""
+PIXELS = 2**26
+"""An image with more is refused by its header."""
 
 
 def is_image_folder(folder: Path) -> bool:
@@ -41,7 +47,8 @@ def arrays(
     size = (image_size, image_size) if image_size else None
     loaded: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for name, files in parts.items():
-        pixels, size = _decode([path for c in files for path in files[c]], size, resize=image_size is not None)
+        paths = [path for c in files for path in files[c]]
+        pixels, size = _decode(folder, paths, size, resize=image_size is not None)
         labels = [classes.index(c) for c in files for _ in files[c]]
         loaded[name] = pixels, torch.tensor(labels)
     mean, std = statistics(loaded["train"][0])
@@ -67,8 +74,10 @@ def statistics(x: torch.Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 def _files(folder: Path) -> dict[str, list[Path]]:
     classes: dict[str, list[Path]] = {}
-    for child in sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")):
-        classes[child.name] = sorted(p for p in child.iterdir() if p.suffix.lower() in SUFFIXES)
+    for child in sorted(p for p in _listed(folder) if p.is_dir() and not p.name.startswith(".")):
+        if not child.name.isprintable():
+            raise DataError(f"{child} has a name that is no text: rename it")
+        classes[child.name] = sorted(p for p in _listed(child) if p.suffix.lower() in SUFFIXES)
         if not classes[child.name]:
             raise DataError(f"{child} holds no image ({', '.join(sorted(SUFFIXES))}): fill it or remove it")
     if not classes:
@@ -76,25 +85,50 @@ def _files(folder: Path) -> dict[str, list[Path]]:
     return classes
 
 
-def _decode(paths: list[Path], size: tuple[int, int] | None, resize: bool) -> tuple[torch.Tensor, tuple[int, int]]:
-    size = size or _open(paths[0]).size
-    pixels = np.empty((len(paths), 3, size[1], size[0]), np.uint8)
-    for i, path in enumerate(paths):
-        image = _open(path)
-        if image.size != size:
-            if not resize:
-                raise DataError(
-                    f"{path} is {image.width}x{image.height} but others are {size[0]}x{size[1]}: "
-                    "give image_size to resize them all"
-                )
-            image = image.resize(size, Image.Resampling.BILINEAR)
-        pixels[i] = np.asarray(image).transpose(2, 0, 1)
-    return torch.from_numpy(pixels), size
-
-
-def _open(path: Path) -> Image.Image:
+def _listed(folder: Path) -> list[Path]:
     try:
-        with Image.open(path) as file:
-            return file.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        return list(folder.iterdir())
+    except OSError as error:
+        raise DataError(f"cannot read {folder}: {error.strerror}") from None
+
+
+def _decode(
+    root: Path, paths: list[Path], size: tuple[int, int] | None, resize: bool
+) -> tuple[torch.Tensor, tuple[int, int]]:
+    """Every header first: memory is taken when all images are known to fit it."""
+    for path in paths:
+        found = _image(reading.contained(root, path, DataError)).size
+        size = size or found
+        if found != size and not resize:
+            raise DataError(
+                f"{path} is {found[0]}x{found[1]} but others are {size[0]}x{size[1]}: "
+                "give image_size to resize them all"
+            )
+    width, height = size or (0, 0)
+    if len(paths) * 3 * height * width > reading.cap():
+        raise DataError(
+            f"{len(paths)} images of {width}x{height} take more than the {reading.cap()} bytes of "
+            f"${reading.CAP_VARIABLE}: give a smaller image_size"
+        )
+    pixels = np.empty((len(paths), 3, height, width), np.uint8)
+    for i, path in enumerate(paths):
+        image = _image(path, decode=True)
+        if image.size != (width, height):
+            image = image.resize((width, height), Image.Resampling.BILINEAR)
+        pixels[i] = np.asarray(image).transpose(2, 0, 1)
+    return torch.from_numpy(pixels), (width, height)
+
+
+def _image(path: Path, decode: bool = False) -> Image.Image:
+    """The image as its header describes it, or decoded as RGB."""
+    try:
+        with reading.open_plain(path, DataError) as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what Pillow finds odd about a file, and sizes: checked here
+            with Image.open(file, formats=FORMATS) as image:
+                if image.width * image.height > PIXELS:
+                    raise DataError(f"{path} is {image.width}x{image.height}: more than {PIXELS} pixels are not read")
+                return image.convert("RGB") if decode else image
+    except DataError:
+        raise
+    except Exception as error:  # a damaged image can raise almost anything
         raise DataError(f"cannot read the image {path} ({error}): replace or remove it") from None

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import math
+import os
+import warnings
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
+from dllp import reading
 from dllp.errors import DataError
 
 FILES = ("train_x.npy", "train_y.npy", "test_x.npy", "test_y.npy")
@@ -31,26 +36,52 @@ def read_set(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarr
         labels, kind = headers[f"{part}_y.npy"]
         if kind.kind not in "iuf" or not labels or labels[0] != shape[0]:
             raise DataError(f"{folder / part}_y.npy holds {kind} of shape {labels}: give one number for each input")
+        if 0 in shape or 0 in labels:
+            raise DataError(f"{folder / part}_x.npy or {part}_y.npy is empty: at least one example is needed")
     if headers["train_x.npy"][0][1:] != headers["test_x.npy"][0][1:]:
         raise DataError(f"train_x.npy and test_x.npy in {folder} hold inputs of different shapes: make them equal")
-    a, b, c, d = (np.load(folder / name, allow_pickle=False) for name in FILES)
+    a, b, c, d = (_load(folder / name) for name in FILES)
     return a, b, c, d
 
 
 def header(path: Path) -> tuple[tuple[int, ...], np.dtype]:
     """Shape and dtype of the array in `path`; the file's size must be what they say."""
+    with reading.open_plain(path, DataError) as file:
+        shape, dtype, _ = read_header(file, os.fstat(file.fileno()).st_size, str(path))
+    return shape, dtype
+
+
+def _load(path: Path) -> np.ndarray:
+    with reading.open_plain(path, DataError) as file:
+        shape, dtype, fortran = read_header(file, os.fstat(file.fileno()).st_size, str(path))
+        try:
+            flat = np.fromfile(file, dtype, count=math.prod(shape))
+        except (OSError, MemoryError) as error:
+            raise DataError(f"cannot read {path}: {error}") from None
+    if flat.size != math.prod(shape):
+        raise DataError(f"{path} was cut off while it was read: write it again")
+    return flat.reshape(shape, order="F" if fortran else "C")
+
+
+def read_header(file: BinaryIO | io.BytesIO, size: int, place: str) -> tuple[tuple[int, ...], np.dtype, bool]:
+    """Shape, dtype and Fortran order of an array in `size` bytes; only plain numbers, and exactly so many."""
     try:
-        with path.open("rb") as file:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a header by Python 2 is told to be slow to parse
             version = np.lib.format.read_magic(file)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, dtype = read(file)
-            body = path.stat().st_size - file.tell()
+            shape, fortran, dtype = read(file)
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from None
-    except ValueError:
-        raise DataError(f"{path} is no .npy array: write it with numpy.save") from None
+        raise DataError(f"cannot read {place}: {error.strerror or error}") from None
+    except Exception:  # numpy parses the header as Python literals: a damaged one can raise almost anything
+        raise DataError(f"{place} is no .npy array: write it with numpy.save") from None
     if dtype.hasobject:
-        raise DataError(f"{path} holds Python objects, which are not loaded: save plain numbers")
-    if body != math.prod(shape) * dtype.itemsize:
-        raise DataError(f"{path} is damaged ({body} bytes of data, its header says {shape} {dtype}): write it again")
-    return shape, dtype
+        raise DataError(f"{place} holds Python objects, which are not loaded: save plain numbers")
+    if dtype.kind not in "biuf" or dtype.shape or len(shape) > 8 or any(type(n) is not int or n < 0 for n in shape):
+        raise DataError(f"{place} holds {dtype} of shape {shape}: plain numbers in a few dimensions are needed")
+    declared, body = math.prod(shape) * dtype.itemsize, size - file.tell()
+    if body != declared:
+        raise DataError(f"{place} is damaged ({body} bytes of data, its header says {shape} {dtype}): write it again")
+    if declared > reading.cap():
+        raise DataError(f"{place} holds {declared} bytes, more than the {reading.cap()} of ${reading.CAP_VARIABLE}")
+    return shape, dtype, bool(fortran)

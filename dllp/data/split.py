@@ -16,7 +16,7 @@ def holdout(data: ArrayData, size: float | int, seed: int = 0) -> tuple[ArrayDat
 
     The validation part is not augmented.
     """
-    count = round(size * len(data)) if isinstance(size, float) else size
+    count = (round(size * len(data)) if 0 < size < 1 else 0) if isinstance(size, float) else size
     if not 0 < count < len(data):
         raise DataError(
             f"a validation split of {size} leaves nothing on one side of {len(data)} examples: "

@@ -1,0 +1,170 @@
+"""What checkpoints cost: the share of training time that they add, with and without them interleaved in one run.
+
+    python benchmarks/checkpoint.py --task demo
+    python benchmarks/checkpoint.py --task resnet20 --device cuda
+
+Prints one JSON line. `demo` is the demo's own training with a checkpoint at the end of each epoch, as by default;
+windows of whole epochs with and without take turns, and the writer is waited for within its window. `resnet20` has
+CIFAR-10's size (50,000 random images of 32 x 32, batches of 512, two particles); its epochs are long on a CPU, so there
+the time of a checkpoint, waited for, is set against the time of an epoch's steps. `wall_share` and `cpu_share` are the
+median over windows of (with - without) / without; `waited_share` is an upper bound: the whole time of a checkpoint,
+as if nothing went on beside it, over an epoch's. The target stands beside the figures and is not asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dllp
+from dllp import api, zoo
+from dllp.checkpoints import Checkpoints
+from dllp.config import Config
+from dllp.data import ArrayData, Dataset, load
+from dllp.structure import discover
+from dllp.train import Trainer, deterministic_kernels
+
+TARGET = 0.02
+
+
+def demo(device: str) -> tuple[Dataset, Config, str]:
+    config = Config(
+        keep_flops=0.2, particles=2, granularity="channel", epochs=30, batch_size=64, init="fresh", device=device
+    )
+    return load("digits"), config, "small_cnn"
+
+
+def resnet20(device: str) -> tuple[Dataset, Config, str]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(256, (50_000, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    y = torch.randint(10, (50_000,), generator=generator)
+    part = ArrayData(x, y, (0.5,) * 3, (0.25,) * 3, "crop-flip")
+    precision = "bfloat16" if device.startswith("cuda") else "float32"
+    config = Config(keep_flops=0.45, particles=2, epochs=60, init="fresh", device=device, precision=precision)
+    return Dataset("random", part, part, tuple("0123456789")), config, "resnet20"
+
+
+class Arm:
+    """One training, epoch by epoch, with or without checkpoints."""
+
+    def __init__(self, data: Dataset, config: Config, network: str, folder: Path | None) -> None:
+        device = api.find_device(config.device)
+        model = zoo.build(network, data.num_classes, data.in_channels, image_size=data.image_size)
+        self.batches = api.as_batches(data, config, device)
+        example, _ = api.example_of(self.batches)
+        particles = api.Particles.start(model, config, device)
+        gating = api.make_gating(model, discover(model, example), particles, config, None)
+        sizes = {"num_data": self.batches.num_examples, "steps_per_epoch": self.batches.steps}
+        self.trainer = Trainer(particles, gating, config, **sizes)
+        self.held = None if folder is None else Checkpoints(folder)
+
+    def window(self, epochs: int) -> tuple[float, float]:
+        """Wall and processor seconds of so many epochs, the writer waited for."""
+        self.synchronise()
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(epochs):
+            epoch = self.trainer.step_index // self.trainer.steps_per_epoch
+            self.trainer._epoch(epoch, self.batches, self.after_step)
+        if self.held is not None:
+            self.held.flush()
+        self.synchronise()
+        return time.perf_counter() - wall, time.process_time() - cpu
+
+    def after_step(self, trainer: Trainer) -> None:
+        if self.held is not None:
+            self.held.after_step(trainer.step_index, trainer.epoch_ends, lambda: api.healthy_snapshot(trainer))
+
+    def steps(self, count: int) -> float:
+        """Seconds of one step, the median of `count`."""
+        found, batches = [], iter(self.batches.epoch(0))
+        for _ in range(count):
+            x, y = next(batches)
+            self.synchronise()
+            began = time.perf_counter()
+            self.trainer.set_knobs()
+            self.trainer.capture(x, y, key=self.trainer.phase)
+            self.synchronise()
+            found.append(time.perf_counter() - began)
+        return statistics.median(found)
+
+    def checkpoint(self, count: int) -> tuple[float, float]:
+        """Seconds of one snapshot, which training waits for, and of one checkpoint until it is on the disk."""
+        snapshots, wholes = [], []
+        for k in range(count):
+            self.synchronise()
+            began = time.perf_counter()
+            taken = api.healthy_snapshot(self.trainer)
+            snapshots.append(time.perf_counter() - began)
+            assert self.held is not None
+            self.held.save(10**6 + k, lambda taken=taken: taken, wait=True)
+            wholes.append(time.perf_counter() - began)
+        return statistics.median(snapshots), statistics.median(wholes)
+
+    def synchronise(self) -> None:
+        if self.trainer.particles.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    make: Callable[[str], tuple[Dataset, Config, str]] = {"demo": demo, "resnet20": resnet20}[given.task]
+    data, config, network = make(given.device)
+    config = config.resolved()
+    arms = [Arm(data, config, network, place) for place in (None, folder)]
+    figures: dict[str, Any] = {"steps_per_epoch": arms[1].trainer.steps_per_epoch}
+    if given.windows:
+        for arm in arms:
+            arm.window(1)  # warm
+        pairs = []
+        for k in range(given.windows):
+            found = {i: arms[i].window(given.epochs) for i in ((0, 1) if k % 2 else (1, 0))}
+            pairs.append((found[0], found[1]))
+        for place, name in enumerate(("wall", "cpu")):
+            shares = [(held[place] - plain[place]) / plain[place] for plain, held in pairs]
+            figures[f"{name}_share"] = round(statistics.median(shares), 4)
+            figures[f"{name}_shares"] = [round(share, 4) for share in shares]
+        epoch = statistics.median(plain[0] for plain, _ in pairs) / given.epochs
+    else:
+        epoch = arms[1].steps(given.steps) * arms[1].trainer.steps_per_epoch
+    snapshot, whole = arms[1].checkpoint(9)
+    held = arms[1].held
+    assert held is not None
+    return figures | {
+        "epoch_seconds": round(epoch, 4),
+        "snapshot_seconds": round(snapshot, 5),
+        "checkpoint_seconds": round(whole, 5),
+        "checkpoint_bytes": held.files()[-1].stat().st_size,
+        "waited_share": round(whole / epoch, 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=("demo", "resnet20"), default="demo")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--windows", type=int, help="pairs of windows; 0 for single steps (resnet20 on a CPU)")
+    parser.add_argument("--epochs", type=int, default=3, help="epochs of a window")
+    parser.add_argument("--steps", type=int, default=5, help="steps that are timed without windows")
+    given = parser.parse_args()
+    if given.windows is None:
+        given.windows = 0 if given.task == "resnet20" and given.device == "cpu" else 7
+    if given.device == "cpu":
+        torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder, deterministic_kernels(False):
+        figures = measure(given, Path(folder))
+    hardware = torch.cuda.get_device_name() if given.device != "cpu" else platform.processor() or platform.machine()
+    versions = {"dllp": dllp.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    about = {"task": given.task, "device": given.device, "hardware": hardware, "versions": versions}
+    print(json.dumps(about | figures | {"target": TARGET}))
+
+
+if __name__ == "__main__":
+    main()

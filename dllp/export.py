@@ -1,0 +1,254 @@
+"""Networks for other runtimes: ONNX or torch.export's pt2, one particle or the posterior, checked against PyTorch."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from dllp import artifacts
+from dllp.api import Result
+from dllp.errors import ConfigError, ExportError
+from dllp.posterior import decompose
+from dllp.structure import discover
+from dllp.widths import kept_units, padded
+
+Format = Literal["onnx", "pt2"]
+INPUT = "input"
+TOGETHER = ("prediction", "aleatoric", "epistemic")
+"""Outputs of the posterior; one that is called `mean` makes an invalid ONNX model."""
+BATCHES = (1, 2, 5)
+"""Batch sizes with which an exported file is checked."""
+TOLERANCE = 1e-3
+"""Largest difference from PyTorch that is let through, relative to the largest output (but at least 1)."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A file that another runtime can read, and how far its answers are from PyTorch's.
+
+    Attributes:
+        path, format, bytes: The file.
+        outputs: Names of its outputs: `logits` or `output` of one particle, :data:`TOGETHER` of the posterior.
+        difference: Largest absolute difference from PyTorch over all outputs of the check.
+        runtime: What the file was run with for the check.
+    """
+
+    path: Path
+    format: Format
+    bytes: int
+    outputs: tuple[str, ...]
+    difference: float
+    runtime: str
+
+
+class Pixels(nn.Module):
+    """uint8 images (B, C, ...) -> the network's outputs, its training's normalisation done inside."""
+
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(self, network: nn.Module, mean: tuple[float, ...], std: tuple[float, ...], dims: int) -> None:
+        super().__init__()
+        self.network = network
+        shape = (1, -1) + (1,) * (dims - 2)
+        self.register_buffer("shift", torch.tensor(mean, dtype=torch.float32).view(shape) * 255)
+        self.register_buffer("scale", 1 / (torch.tensor(std, dtype=torch.float32).view(shape) * 255))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.network((x.float() - self.shift) * self.scale)
+
+
+class Together(nn.Module):
+    """All particles in one graph: inputs -> mean prediction, aleatoric and epistemic doubt (Section 8)."""
+
+    noise: Tensor
+
+    def __init__(self, networks: list[nn.Module], noise: Tensor, task: str) -> None:
+        super().__init__()
+        self.networks, self.task = nn.ModuleList(networks), task
+        self.register_buffer("noise", noise.float().mean().cpu())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        members = torch.stack([network(x).float().flatten(1) for network in self.networks])
+        if self.task == "classification":
+            doubt = decompose(members.softmax(-1))
+            return doubt.mean, doubt.aleatoric, doubt.epistemic
+        mean = members.mean(0)
+        return mean, self.noise.expand_as(mean).clone(), members.var(0, correction=0)
+
+
+def export(
+    result: Result,
+    path: str | Path,
+    shape: tuple[int, ...],
+    *,
+    format: Format = "onnx",
+    particle: int | None = 0,
+    uint8: bool = False,
+    pad_to: int = 1,
+) -> Exported:
+    """Write a run's networks as one file with a dynamic batch, after checking it against PyTorch.
+
+    Args:
+        result: The run.
+        path: The file; an old one is replaced.
+        shape: Of one input, without the batch: (channels, height, width).
+        format: `onnx`, which needs the extra of that name, or `pt2`.
+        particle: Which extracted network, or None for all of them with their doubt.
+        uint8: Take raw images and normalise them inside, as `result.info["data"]` says.
+        pad_to: Add dead channels up to a multiple of this: the same function, on kernels that like such widths.
+    """
+    path = Path(path)
+    if format not in get_args(Format):
+        raise ConfigError(f"format = {format!r} is unknown: choose {' or '.join(get_args(Format))}")
+    if particle is not None and not 0 <= particle < len(result.slabs):
+        raise ConfigError(f"there is no particle {particle + 1}: the run has {len(result.slabs)}")
+    if pad_to < 1:
+        raise ConfigError(f"pad_to = {pad_to}: a positive number of channels is needed")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder: give a file for the export, such as {path / ('model.' + format)}")
+    if format == "onnx":
+        require_onnx()
+    chosen = range(len(result.slabs)) if particle is None else [particle]
+    plain = [result.slabs[i].network for i in chosen]
+    wide = plain if pad_to == 1 else [wider(result, i, shape, pad_to) for i in chosen]
+    network, reference = (_assembled(result, networks, particle, uint8, shape) for networks in (wide, plain))
+    outputs = TOGETHER if particle is None else ("logits" if result.config.task == "classification" else "output",)
+    example = inputs(2, shape, uint8)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"model.{format}"
+        write(network, file, example, outputs, format)
+        difference = _check(reference, file, shape, uint8, format)
+        content = file.read_bytes()
+    artifacts.write_bytes(path, content)
+    runtime = "onnxruntime" if format == "onnx" else "torch.export"
+    return Exported(path, format, len(content), outputs, difference, runtime)
+
+
+def wider(result: Result, particle: int, shape: tuple[int, ...], multiple: int) -> nn.Module:
+    """An extracted network with dead channels up to a multiple, its outputs unchanged."""
+    slab = result.slabs[particle]
+    structure = discover(slab.reference, inputs(2, shape))
+    keep = kept_units(slab.reference, structure, slab.recipe)
+    return padded(slab.reference, structure, keep, multiple)[0].eval()
+
+
+def _assembled(
+    result: Result, networks: list[nn.Module], particle: int | None, uint8: bool, shape: tuple[int, ...]
+) -> nn.Module:
+    whole = networks[0] if particle is not None else Together(networks, result.posterior.noise, result.config.task)
+    if not uint8:
+        return whole.eval()
+    known = result.info.get("data", {})
+    if known.get("dtype", "uint8") != "uint8" or len(shape) != 3:
+        raise ConfigError("the run was not trained on uint8 images: export it without --uint8")
+    mean, std = known.get("mean"), known.get("std")
+    if "mean" not in known:
+        raise ConfigError("the run does not say how its images were normalised: export it without --uint8")
+    return Pixels(whole, tuple(mean or (0.0,)), tuple(std or (1.0,)), len(shape) + 1).eval()
+
+
+# ---- files
+
+
+def require_onnx() -> None:
+    """Raise unless everything that ONNX needs is installed."""
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ExportError(f"{', '.join(missing)} is not installed: pip install 'dllp[onnx]'")
+
+
+def inputs(batch: int, shape: tuple[int, ...], uint8: bool = False) -> Tensor:
+    """(batch, *shape) random inputs, always the same ones."""
+    generator = torch.Generator().manual_seed(batch)
+    if uint8:
+        return torch.randint(256, (batch, *shape), generator=generator, dtype=torch.uint8)
+    return torch.randn(batch, *shape, generator=generator)
+
+
+def write(network: nn.Module, path: Path, example: Tensor, outputs: tuple[str, ...], format: Format) -> None:
+    """Trace a network with a dynamic batch and write it; nothing is checked."""
+    shapes = ({0: torch.export.Dim("batch", min=1)},)
+    with _quiet():
+        try:
+            program = torch.export.export(network, (example,), dynamic_shapes=shapes)
+            if format == "pt2":
+                torch.export.save(program, path)
+            else:
+                names: dict[str, Any] = dict(input_names=[INPUT], output_names=list(outputs))
+                torch.onnx.export(
+                    program, (), path, dynamo=True, external_data=False, verbose=False, dynamic_shapes=shapes, **names
+                )
+        except Exception as error:  # whatever the exporter raises about the user's network, one line says what
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            reason = f"{type(error).__name__}: {lines[0] if lines else ''}"
+            raise ExportError(f"the network cannot be traced with a dynamic batch ({reason})") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back the one warning that PyTorch's exporter raises about itself, and its log about torchvision."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+
+    def other(record: logging.LogRecord) -> bool:
+        return "torchvision is not installed" not in record.getMessage()
+
+    logger.addFilter(other)
+    try:
+        with warnings.catch_warnings():
+            text = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
+            warnings.filterwarnings("ignore", message=text, category=FutureWarning)
+            yield
+    finally:
+        logger.removeFilter(other)
+
+
+def _check(reference: nn.Module, path: Path, shape: tuple[int, ...], uint8: bool, format: Format) -> float:
+    """Largest absolute difference between a file's answers and PyTorch's, for several batch sizes."""
+    answer = _onnx_answers(path) if format == "onnx" else _pt2_answers(path)
+    worst = 0.0
+    for batch in BATCHES:
+        x = inputs(batch, shape, uint8)
+        with torch.no_grad():
+            expected = reference(x)
+        found = answer(x)
+        wanted = expected if isinstance(expected, tuple) else (expected,)
+        for a, b in zip(found, wanted, strict=True):
+            gap = (a - b).abs().max().item() if a.shape == b.shape else float("inf")
+            if not gap <= TOLERANCE * max(1.0, b.abs().max().item()):
+                raise ExportError(
+                    f"the exported network differs from PyTorch by {gap:.2g} in a batch of {batch}: nothing was written"
+                )
+            worst = max(worst, gap)
+    return worst
+
+
+def _onnx_answers(path: Path) -> Any:
+    import onnx
+    import onnxruntime
+
+    onnx.checker.check_model(str(path), full_check=True)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return lambda x: [torch.from_numpy(y) for y in session.run(None, {INPUT: x.numpy()})]
+
+
+def _pt2_answers(path: Path) -> Any:
+    with _quiet():
+        network = torch.export.load(path).module()
+
+    def answer(x: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            found = network(x)
+        return found if isinstance(found, tuple) else (found,)
+
+    return answer

@@ -1,0 +1,162 @@
+"""The command `dllp prune`: a run from its options, or from its own folder where it goes on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dllp import api, artifacts, evaluate, options, progress
+from dllp.checkpoints import Checkpoints
+from dllp.config import Config
+from dllp.errors import ConfigError, Interrupted, NumericsError
+from dllp.posterior import Posterior
+from dllp.runs import RunFolder, Signals
+from dllp.state import FREE
+from dllp.task import DENSE_FILE, EVALUATION, SETTINGS, Task, describe, disk
+from dllp.train import EpochRecord, Trainer
+
+OWN = (
+    "out", "overwrite", "resume", "config", "quiet", "trust_imports", "checkpoint_steps", "checkpoint_minutes",
+)  # fmt: skip
+"""Options of the command itself: no part of a run's settings."""
+
+
+def prune(given: dict[str, Any]) -> None:
+    """Make a run folder, or finish the one that `--resume` names."""
+    out, resume, overwrite = Path(given.get("out", options.OUT)), given.get("resume", False), given.get("overwrite")
+    if resume and (overwrite or "config" in given):
+        raise ConfigError("--resume goes on with the folder's own run: leave out --overwrite and --config")
+    names = {"checkpoint_steps": "every_steps", "checkpoint_minutes": "every_minutes"}
+    rhythm = {name: given[option] for option, name in names.items() if option in given}
+    Checkpoints(out, **rhythm)  # bad values are told before any data is read
+    with Signals() as signals, RunFolder(out, resume=resume, overwrite=bool(overwrite)) as folder:
+        if resume and folder.finished:
+            if not given.get("quiet"):
+                print(f"{out} holds a finished run: there is nothing to do")
+            return
+        task, values = settings(given)
+        if task.is_code:
+            folder.command += f" --model {task.model}"
+        _Pruning(folder, signals, rhythm, given.get("quiet", False)).run(task, values)
+
+
+def settings(given: dict[str, Any]) -> tuple[Task, dict[str, Any]]:
+    """The task and the values of Config that the user gave, here, in a settings file, or when the run began."""
+    chosen = {name: value for name, value in given.items() if name not in OWN}
+    if given.get("resume"):
+        path = artifacts.member(Path(given.get("out", options.OUT)), SETTINGS)
+        values = options.read(path)
+        for name, value in chosen.items():
+            known = values.get(name)
+            same = Path(str(value)).resolve() == Path(str(known)) if name == "data" else False
+            if name not in (*FREE, "data_root") and value != known and not same:
+                raise ConfigError(f"{name} = {value} contradicts the run, which has {known}: leave it out")
+            values[name] = known if same else value
+        whose = "the run's"
+    else:
+        values = (options.read(Path(given["config"])) if "config" in given else {}) | chosen
+        whose = "the settings file's"
+    task = Task(**{name: values.pop(name) for name in options.TASK if name in values})
+    check_import(task, given, whose)
+    return task, values
+
+
+class _Pruning:
+    """One run of the command, from validated options to the table at the end."""
+
+    def __init__(self, folder: RunFolder, signals: Signals, rhythm: dict[str, Any], quiet: bool) -> None:
+        self.folder, self.signals, self.rhythm, self.quiet = folder, signals, rhythm, quiet
+
+    def run(self, task: Task, values: dict[str, Any]) -> None:
+        early = task.config(values)  # bad values are told before any data is read
+        device = api.find_device(early.device)
+        with progress.download(self.quiet) as bar:
+            data = task.load(early.seed, bar)
+        config = task.config(values, data).resolved()
+        model = task.network(data.num_classes, data.in_channels, data.image_size, config.seed)
+        task = task.anchored()
+        self.text = options.write(asdict(task), config)
+        if self.folder.resume and device.type == "cuda" and not config.deterministic:
+            self.say("on CUDA without --deterministic the result has the same quality, but is not equal bit for bit")
+        dense = None
+        with progress.reporter(self.quiet) as shown:
+            result = self.train(api.prune, "pruned", model, data, config, shown)
+            if task.dense and config.init == "given":
+                dense = Posterior([model.cpu().eval()], torch.tensor([torch.nan]), config.task)
+            elif task.dense:
+                alone = replace(config, particles=1, keep_flops=None, keep_params=None)
+                dense = self.train(api.train_dense, "dense", model, data, alone, shown).posterior
+                result.info["dense_noise"] = float(dense.noise[0])
+        result.info["data"] = describe(data)
+        out = self.folder.folder
+        result.write_networks(out)
+        if dense is not None:
+            artifacts.write_network(out / DENSE_FILE, dense.networks[0])
+        rows = evaluate.table(result, data.test, dense, disk=disk(out, result), device=device)
+        write_rows(out / EVALUATION, task, rows)
+        result.write_run(out)
+        if not self.quiet:
+            progress.show(rows, f"{task.model} on {len(data.test)} {task.split} examples of {task.data}")
+            print(f"run folder: {out}")
+
+    def train(
+        self, verb: Callable[..., api.Result], name: str, model: torch.nn.Module, data: Any, config: Config,
+        shown: progress.Silent,
+    ) -> api.Result:  # fmt: skip
+        """One training with its checkpoints and its part of the log."""
+        held = Checkpoints(self.folder.checkpoints / name, on_begin=lambda: self.folder.begin(self.text), **self.rhythm)
+
+        def on_start(trainer: Trainer) -> None:
+            self.signals.training = held
+            for text in held.damaged:
+                warn(f"{text}; the checkpoint before it is used")
+            if trainer.trouble:
+                warn(f"{trainer.trouble}; back at step {trainer.step_index} with lr {config.lr * trainer.lr_scale:g}")
+            elif trainer.step_index:
+                self.say(f"{name}: going on after step {trainer.step_index} of {trainer.total_steps}")
+            self.folder.start_log(name, trainer.history)
+
+        def on_epoch(record: EpochRecord) -> None:
+            self.folder.log(name, record)
+            shown.epoch(record)
+
+        shown.begin(name, config.epochs, config.keep_params or config.keep_flops)
+        hooks = {"on_start": on_start, "on_epoch": on_epoch, "on_step": shown.step}
+        try:
+            result = verb(model, data, config, checkpoints=held, **hooks)
+        except NumericsError:
+            again, out = f"go on with {self.folder.command} --on-nan rollback", self.folder.folder
+            self.folder.advice = again if config.on_nan == "stop" else f"its checkpoints are kept in {out}"
+            raise
+        finally:
+            self.signals.training = None
+            held.close()
+        if held.signal is not None:  # it came after the last step
+            raise Interrupted(held.signal)
+        return result
+
+    def say(self, text: str) -> None:
+        if not self.quiet:
+            print(text, flush=True)
+
+
+def warn(text: str) -> None:
+    """One line on standard error."""
+    print("dllp: warning:", " ".join(text.split()), file=sys.stderr, flush=True)
+
+
+def check_import(task: Task, given: dict[str, Any], whose: str) -> None:
+    """Code is imported where the command line names it, never because a file does."""
+    if task.is_code and "model" not in given and not given.get("trust_imports"):
+        raise ConfigError(f"{whose} network is code, {task.model}: name it with --model, or add --trust-imports")
+
+
+def write_rows(path: Path, task: Task, rows: Sequence[evaluate.Row]) -> None:
+    """The table of an evaluation, as JSON."""
+    report = {"data": task.data, "split": task.split, "model": task.model, "rows": evaluate.as_dict(rows)}
+    artifacts.write_json(path, report)

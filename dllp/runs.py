@@ -1,0 +1,239 @@
+"""A run folder while its run goes on: one process at a time, what is in it is whole, and a killed run goes on.
+
+.lock                         held by the process that works here; without meaning once that is gone
+config.yaml                   every setting, before the first step
+checkpoints/TRAINING/step-*   the last two of each training
+log.jsonl                     a line for each epoch
+run.json                      written last: where it is, the run is finished, and the checkpoints go
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import shlex
+import shutil
+import signal
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from dllp import artifacts
+from dllp.checkpoints import Checkpoints
+from dllp.errors import ArtifactError, Interrupted
+from dllp.task import DENSE_FILE, EVALUATION, LOG, SETTINGS
+from dllp.train import EpochRecord
+
+CHECKPOINTS, LOCK = "checkpoints", ".lock"
+OWN = (
+    LOCK, SETTINGS, CHECKPOINTS, LOG, artifacts.RUN, EVALUATION, DENSE_FILE, "gates.safetensors",
+    "particle-*.safetensors", "reference-*.safetensors", ".*.tmp",
+)  # fmt: skip
+"""Names that a run gives; an unfinished run's folder with any other file in it is never replaced."""
+
+
+class RunFolder(AbstractContextManager["RunFolder"]):
+    """The folder of one `dllp prune`, held by this process from the first moment that it exists.
+
+    A new run touches nothing before :meth:`begin`. One that fails before its first checkpoint leaves nothing; later
+    failures carry a note that says how to go on.
+
+    Args:
+        folder: Where the run is written.
+        resume: Go on with the unfinished run in it.
+        overwrite: Replace the run in it.
+
+    Attributes:
+        command: What goes on with the run.
+        advice: What to do after an error, where `command` alone would not help.
+    """
+
+    def __init__(self, folder: Path, *, resume: bool = False, overwrite: bool = False) -> None:
+        self.folder, self.resume, self.overwrite = folder, resume, overwrite
+        self.checkpoints = folder / CHECKPOINTS
+        self.command = f"dllp prune --resume --out {shlex.quote(str(folder))}"
+        self.advice = ""
+        self._lock = FileLock(folder / LOCK)
+        self._made: list[Path] = []  # folders that were not there before, the deepest first
+        self._begun = False
+        self._log: list[dict[str, Any]] = []
+
+    @property
+    def finished(self) -> bool:
+        return (self.folder / artifacts.RUN).is_file()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a run was begun here and can go on; a run.json is not looked for."""
+        return (self.folder / SETTINGS).is_file() and self.checkpoints.is_dir()
+
+    def __enter__(self) -> RunFolder:
+        self._check_names()
+        if self.folder.is_dir():
+            self._hold()
+        elif self.resume:
+            raise ArtifactError(f"{self.folder} is not there: --resume needs the folder of an unfinished run")
+        try:
+            self._check_free()
+        except BaseException:
+            self._let_go()
+            raise
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._begun and error is not None:
+            if not self.resume and not any(self.checkpoints.glob("*/*.safetensors")):
+                self._remove()
+            else:
+                error.add_note(self.advice or f"go on with {self.command}")
+        if self._lock.is_locked:
+            self._sweep()
+        self._let_go()
+
+    # ---- who may write here
+
+    def _check_names(self) -> None:
+        if not self.folder.exists():
+            return
+        if not self.folder.is_dir():
+            raise ArtifactError(f"{self.folder} is a file: give a folder for the run")
+        names = [path.name for path in self.folder.iterdir()]
+        strange = [name for name in names if not any(fnmatch.fnmatchcase(name, own) for own in OWN)]
+        if not self.finished and (strange or (SETTINGS in names and not self.unfinished)):
+            raise ArtifactError(f"{self.folder} holds other files: choose another folder for the run")
+
+    def _check_free(self) -> None:
+        if self.resume and not self.finished and not self.unfinished:
+            raise ArtifactError(f"{self.folder} holds no unfinished run: start one without --resume")
+        if self.resume or self.overwrite:
+            return
+        if self.finished:
+            raise ArtifactError(
+                f"{self.folder} already holds a run: choose another folder, or replace it (--overwrite)"
+            )
+        if self.unfinished:
+            raise ArtifactError(
+                f"{self.folder} holds an unfinished run: go on with {self.command}, or start over with --overwrite"
+            )
+
+    def _hold(self) -> None:
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise ArtifactError(f"another process works in {self.folder}: wait for it, or choose another") from None
+        except OSError as error:
+            raise ArtifactError(f"cannot write to {self.folder}: {error.strerror}") from None
+
+    def _let_go(self) -> None:
+        if self._lock.is_locked:
+            with suppress(OSError):
+                (self.folder / LOCK).unlink()  # while it is held: nobody else can mistake it for theirs
+            self._lock.release()
+
+    # ---- from the first file to the last
+
+    def begin(self, settings: bytes) -> None:
+        """Take the folder, once all that can be checked beforehand was checked."""
+        if self._begun:
+            return
+        try:
+            if not self.resume:
+                self._take()
+            self._sweep()
+            self._begun = True
+            self.checkpoints.mkdir(exist_ok=True)  # first: settings alone may be a user's own
+        except OSError as error:
+            raise ArtifactError(f"cannot write to {self.folder}: {error.strerror}") from None
+        artifacts.write_bytes(self.folder / SETTINGS, settings)
+
+    def _take(self) -> None:
+        path = self.folder.absolute()
+        self._made = [parent for parent in (path, *path.parents) if not parent.exists()]
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if not self._lock.is_locked:
+                self._hold()
+                self._check_names()
+                self._check_free()
+        except BaseException:
+            self._remove_made()
+            raise
+        self._clear()
+
+    def start_log(self, training: str, history: Sequence[EpochRecord]) -> None:
+        """The log as it was when `training` stood at its checkpoint: no epoch is in it twice."""
+        self._log = [line for line in self._log if line["training"] != training]
+        self._log += [{"training": training, **record.as_dict()} for record in history]
+        text = "".join(json.dumps(line) + "\n" for line in self._log)
+        artifacts.write_bytes(self.folder / LOG, text.encode())
+
+    def log(self, training: str, record: EpochRecord) -> None:
+        """One more line."""
+        self._log.append({"training": training, **record.as_dict()})
+        try:
+            with open(self.folder / LOG, "a", encoding="utf-8") as handle:
+                handle.write(json.dumps(self._log[-1]) + "\n")
+        except OSError as error:
+            raise ArtifactError(f"cannot write {self.folder / LOG}: {error.strerror}; free some space") from None
+
+    def _sweep(self) -> None:
+        """Remove what a killed process left, and after the end the checkpoints."""
+        for torn in (*self.folder.glob(".*.tmp"), *self.checkpoints.glob("*/.*.tmp")):
+            with suppress(OSError):
+                torn.unlink()
+        if self.finished:
+            shutil.rmtree(self.checkpoints, ignore_errors=True)
+
+    def _clear(self) -> None:
+        # in this order, so that what is half removed is neither an unfinished run, nor a finished one, nor a user's own
+        for name in (SETTINGS, artifacts.RUN):
+            (self.folder / name).unlink(missing_ok=True)
+        for path in self.folder.iterdir():
+            if path.name != LOCK:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+    def _remove(self) -> None:
+        with suppress(OSError):
+            self._clear()
+        self._let_go()
+        self._remove_made()
+
+    def _remove_made(self) -> None:
+        for path in self._made:
+            with suppress(OSError):
+                path.rmdir()
+
+
+class Signals(AbstractContextManager["Signals"]):
+    """SIGTERM and SIGINT end a run: at once outside of training, after the present step in it; a second one kills.
+
+    Attributes:
+        training: The checkpoints of the training that is going on.
+    """
+
+    def __init__(self) -> None:
+        self.training: Checkpoints | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                if signal.getsignal(number) != signal.SIG_IGN:  # as nohup and shells ask for
+                    self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        for each in self._before:
+            signal.signal(each, signal.SIG_DFL)
+        if self.training is None:
+            raise Interrupted(number)
+        self.training.stop(number)

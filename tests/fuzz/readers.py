@@ -1,0 +1,386 @@
+"""Every reader of files from strangers, with whole files to start from.
+
+A reader takes bytes, puts them where a stranger would and reads them as a user would. What it may do is come back, or
+raise a DllpError of one line that names the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gzip
+import io
+import json
+import random
+import tarfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from mutate import mutate, mutate_array, mutate_json, mutate_lines, mutate_tensors
+from PIL import Image
+from torch import Tensor, nn
+
+import dllp
+from dllp import checkpoints, data, options, state
+from dllp.api import make_gating
+from dllp.bench import run as bench
+from dllp.bench import tables
+from dllp.bench.store import LABELS, Store, pack
+from dllp.cli import main
+from dllp.data import cifar10_files
+from dllp.errors import LONGEST, DllpError
+from dllp.particles import Particles
+from dllp.structure import discover
+from dllp.task import Task
+from dllp.train import Trainer
+
+Mutator = Callable[[random.Random, bytes, bytes], bytes]
+
+
+class Broken(AssertionError):
+    """An error that a reader told badly."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Attributes:
+    name: Of the kind of file.
+    seeds: Whole files.
+    read: Reads one; raises nothing but DllpError.
+    named: What every error must name.
+    mutators: Damage that keeps the grammar, besides the plain one.
+    share: Of the inputs; slow readers get fewer.
+    """
+
+    name: str
+    seeds: list[bytes]
+    read: Callable[[bytes], object]
+    named: str
+    mutators: tuple[Mutator, ...] = ()
+    share: float = 1.0
+
+    def damaged(self, number: int) -> bytes:
+        """Input `number`, always the same."""
+        rng = random.Random(f"{self.name} {number}")  # noqa: S311 - damage must repeat, not surprise
+        content, other = rng.choice(self.seeds), rng.choice(self.seeds)
+        if self.mutators and rng.random() < 0.6:
+            content = rng.choice(self.mutators)(rng, content, other)
+            return content if rng.random() < 0.8 else mutate(rng, content, other)
+        return mutate(rng, content, other)
+
+    def check(self, content: bytes) -> bool:
+        """Read; whether the file was taken. Anything but success and a well-told DllpError is raised."""
+        try:
+            self.read(content)
+            return True
+        except DllpError as error:
+            text = str(error)
+            if not text.isprintable() or len(text) > LONGEST + 4 or self.named not in text:
+                raise Broken(f"not one line that names {self.named}: {text[:300]!r}") from error
+            return False
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
+    )  # fmt: skip
+
+
+def examples() -> tuple[Tensor, Tensor]:
+    y = torch.arange(12) % 3
+    return torch.randn(12, 1, 6, 6) + y.view(-1, 1, 1, 1), y
+
+
+def readers(root: Path) -> list[Reader]:
+    """All of them, with their files under `root`."""
+    torch.manual_seed(0)
+    return [
+        *run_folders(root / "runs"), *settings(root / "settings"), *arrays(root / "arrays"), *cifar(root / "cifar"),
+        *images(root / "images"), *results(root / "results"), *restarts(root / "checkpoints"),
+    ]  # fmt: skip
+
+
+# ---- run folders
+
+
+def run_folders(root: Path) -> list[Reader]:
+    found = []
+    shared: dict[str, list[bytes]] = {}
+    for granularity in ("channel", "weight"):
+        config = dllp.Config(granularity=granularity, keep_flops=0.5, epochs=2, batch_size=6, device="cpu", warmup=0)
+        folder = dllp.prune(network(), examples(), config).save(root / granularity)
+        for name in ("run.json", "gates.safetensors", "particle-0.safetensors", "reference-0.safetensors"):
+            content = (folder / name).read_bytes()
+            shared.setdefault(name, []).append(content)
+            mutators = (mutate_json,) if name == "run.json" else (mutate_tensors,)
+            read = functools.partial(_load, folder, name, content)
+            label = f"{name.partition('.')[0]} ({granularity})"
+            named = str(folder) if name == "run.json" else name
+            found.append(Reader(label, shared[name], read, named, mutators))
+    channel = root / "channel"
+    run = json.loads((channel / "run.json").read_bytes())
+
+    def read_recipe(content: bytes) -> object:
+        try:
+            value = json.loads(content)
+            text = json.dumps(run | {"recipes": [value, run["recipes"][1]]}).encode()
+        except (ValueError, RecursionError):
+            text = b'{"recipes": ' + content
+        return _load(channel, "run.json", (channel / "run.json").read_bytes(), text)
+
+    seeds = [json.dumps(recipe).encode() for recipe in run["recipes"]]
+    return [*found, Reader("recipe", seeds, read_recipe, str(channel), (mutate_json,))]
+
+
+def _load(folder: Path, name: str, whole: bytes, content: bytes) -> object:
+    (folder / name).write_bytes(content)
+    try:
+        return dllp.load(folder, network())
+    finally:
+        (folder / name).write_bytes(whole)
+
+
+# ---- settings, through the command line
+
+
+def _command(*words: str) -> None:
+    """Run a command; its one line of error becomes a DllpError again."""
+    error, output = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stderr(error), contextlib.redirect_stdout(output):
+        code = main(words)
+    text = error.getvalue()
+    if code == 0:
+        return
+    if code != 2 or text.count("\n") != 1 or not text.startswith("dllp: error: "):
+        raise Broken(f"exit {code} and {text[:300]!r}")
+    raise DllpError(text.strip())
+
+
+def settings(root: Path) -> list[Reader]:
+    root.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    (root / "data").mkdir()
+    for part in ("train", "test"):
+        np.save(root / "data" / f"{part}_x.npy", rng.integers(0, 255, (6, 8, 8), np.uint8))
+        np.save(root / "data" / f"{part}_y.npy", np.arange(6) % 3)
+    words = ["--data", str(root / "data"), "--model", "mlp", "--epochs", "1", "--keep-flops", "0.5", "--quiet"]
+    assert main(["prune", *words, "--out", str(root / "run")]) == 0
+    whole, path = (root / "run" / "config.yaml").read_bytes(), root / "other.yaml"
+    small = (
+        b"data: digits\nmodel: small_cnn\nkeep-flops: 0.3\nslab_bounds: [0.3, 30.0]\nvalidation: 0.1\ndense: false\n"
+    )
+
+    def read_prune(content: bytes) -> None:
+        path.write_bytes(content)
+        _command("prune", "--config", str(path), "--data", str(root / "nowhere"), "--out", str(root / "never"))
+
+    def read_values(content: bytes) -> None:
+        path.write_bytes(content)
+        values = options.read(path)
+        Task(**{name: values.pop(name) for name in options.TASK if name in values}).config(values)
+
+    def evaluate(name: str, content: bytes) -> None:
+        before = (root / "run" / name).read_bytes()
+        (root / "run" / name).write_bytes(content)
+        try:
+            extra = () if name == "config.yaml" else ("--data", str(root / "data"))
+            _command("evaluate", str(root / "run"), "--device", "cpu", "--json", str(root / "rows.json"), *extra)
+        finally:
+            (root / "run" / name).write_bytes(before)
+
+    found = [
+        Reader("config.yaml by prune", [whole, small], read_prune, "", (mutate_lines,), share=0.5),
+        Reader("config.yaml", [whole, small], read_values, path.name, (mutate_lines,)),
+    ]
+    for name, mutator in (
+        ("config.yaml", mutate_lines), ("run.json", mutate_json), ("dense.safetensors", mutate_tensors),
+        ("particle-0.safetensors", mutate_tensors),
+    ):  # fmt: skip
+        seeds = [(root / "run" / name).read_bytes()]
+        found.append(
+            Reader(f"{name} by evaluate", seeds, functools.partial(evaluate, name), "", (mutator,), share=0.15)
+        )
+    return found
+
+
+# ---- data
+
+
+def arrays(root: Path) -> list[Reader]:
+    root.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    whole = {}
+    for part in ("train", "test"):
+        for name, value in (("x", rng.integers(0, 255, (6, 5, 5, 3), np.uint8)), ("y", np.arange(6) % 3)):
+            np.save(root / f"{part}_{name}.npy", value)
+            whole[f"{part}_{name}.npy"] = (root / f"{part}_{name}.npy").read_bytes()
+
+    def packed(value: np.ndarray) -> bytes:
+        buffer = io.BytesIO()
+        np.save(buffer, value)
+        return buffer.getvalue()
+
+    def read(name: str, content: bytes) -> object:
+        (root / name).write_bytes(content)
+        try:
+            return data.load(root)
+        finally:
+            (root / name).write_bytes(whole[name])
+
+    more = {
+        "train_x.npy": [rng.random((6, 4)), rng.random((6, 3, 5, 5)).astype(">f4"), np.zeros((6, 5, 5), np.uint8)],
+        "train_y.npy": [rng.random((6, 2)).astype("f4"), np.arange(6, dtype=">i2") % 2, np.arange(6, dtype="u8")],
+    }
+    return [
+        Reader(name, [whole[name], *map(packed, values)], functools.partial(read, name), "", (mutate_array,))
+        for name, values in more.items()
+    ]
+
+
+def cifar(root: Path) -> list[Reader]:
+    root.mkdir(parents=True)
+    from test_cifar10 import LABELS as DIGITS
+    from test_cifar10 import PIXELS, python2_pickle
+
+    pickled = [python2_pickle(p[:2], y[:2].tolist()) for p, y in zip(PIXELS[:2], DIGITS, strict=False)]
+    memo = pickled[0].replace(b"}(", b"}q\x01(", 1).replace(b"](", b"]q\x02(", 1).replace(b"u.", b"h\x02h\x02su.")
+    raw = [bytes([int(y)]) + p.tobytes() for p, y in zip(PIXELS[0][:2], DIGITS[0], strict=False)]
+    found = []
+    for version, seeds in ((cifar10_files.PYTHON, [*pickled, memo]), (cifar10_files.BINARY, [b"".join(raw), raw[0]])):
+
+        def read_file(content: bytes, version: cifar10_files.Version = version, first: bytes = seeds[0]) -> object:
+            folder = root / version.folder
+            folder.mkdir(exist_ok=True)
+            for name in version.members():
+                (folder / name).write_bytes(first)
+            (folder / version.members()[2]).write_bytes(content)
+            return cifar10_files.read_folder(folder, version)
+
+        def read_packed(content: bytes, version: cifar10_files.Version = version) -> object:
+            path = root / version.archive
+            path.write_bytes(content)
+            return cifar10_files.read_archive(path, version)
+
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+            for name in version.members():
+                info = tarfile.TarInfo(f"{version.folder}/{name}")
+                info.size, info.pax_headers = len(seeds[0]), {"comment": "é"}
+                tar.addfile(info, io.BytesIO(seeds[0]))
+        plain = buffer.getvalue()
+
+        def repacked(rng: random.Random, content: bytes, other: bytes, plain: bytes = plain) -> bytes:
+            return gzip.compress(mutate(rng, plain, plain), 1)
+
+        kind = "python" if version is cifar10_files.PYTHON else "binary"
+        found.append(Reader(f"CIFAR-10 {kind}", seeds, read_file, "data_batch_3"))
+        archive = [gzip.compress(plain, 1)]
+        found.append(Reader(f"CIFAR-10 {kind} archive", archive, read_packed, version.archive, (repacked,), share=0.5))
+    return found
+
+
+def images(root: Path) -> list[Reader]:
+    rng = np.random.default_rng(0)
+    files: dict[str, list[bytes]] = {"png": [], "jpg": [], "bmp": [], "webp": []}
+    for suffix, kind in (("png", "PNG"), ("jpg", "JPEG"), ("bmp", "BMP"), ("webp", "WEBP")):
+        for mode in ("RGB", "L", "P", "RGBA") if kind == "PNG" else ("RGB",):
+            buffer = io.BytesIO()
+            Image.fromarray(rng.integers(0, 255, (9, 9, 3), np.uint8)).convert(mode).save(buffer, kind)
+            files[suffix].append(buffer.getvalue())
+    found = []
+    for suffix, seeds in files.items():
+        folder = root / suffix
+        for part in ("train", "test"):
+            for name in ("a", "b"):
+                (folder / part / name).mkdir(parents=True)
+                (folder / part / name / f"one.{suffix}").write_bytes(seeds[0])
+        path = folder / "train" / "b" / f"one.{suffix}"
+
+        def read(content: bytes, path: Path = path, folder: Path = folder) -> object:
+            path.write_bytes(content)
+            return data.load(folder)
+
+        found.append(Reader(f"image .{suffix}", seeds, read, path.name))
+    return found
+
+
+# ---- results and checkpoints
+
+
+def results(root: Path) -> list[Reader]:
+    root.mkdir(parents=True)
+    table = tables.table("table1")
+    variant = tables.Variant(None, 0)
+    store = Store(root)
+    figures = {"accuracy": 0.9, "nll": 0.3, "ece": 0.01}
+    lines = []
+    for planned in table.plan()[:6]:
+        lines.append({
+            "digest": planned.job.digest, "seed": planned.job.seed, "epochs": planned.job.epochs,
+            "particles": [figures, figures], "ensemble": figures, "macs": [1.0, 1.0], "params": [1, 2],
+            "dense_params": 10, "flops_removed": [0.5, 0.5], "flops_of": "the extracted network", "train_seconds": 1.5,
+            "config": {"precision": "float32"}, "hardware": "cpu", "dllp": "0", "torch": "2", "python": "3",
+            "date": "2026-11-15T00:00:00+00:00",
+        })  # fmt: skip
+
+    def read_lines(content: bytes) -> object:
+        store.runs.write_bytes(content)
+        return bench.write_summary(table, store, variant)
+
+    def one(rng: random.Random, content: bytes, other: bytes) -> bytes:
+        found = content.splitlines()
+        i = rng.randrange(len(found))
+        found[i] = mutate_json(rng, found[i], b"")
+        return b"\n".join([*found, b""])
+
+    def read_arrays(content: bytes) -> object:
+        (root / "probabilities" / "abc.npz").write_bytes(content)
+        return store.probabilities("abc")
+
+    (root / "probabilities").mkdir()
+    p = np.random.default_rng(0).dirichlet(np.ones(3), (2, 4))
+    content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    return [
+        Reader("runs.jsonl", [content], read_lines, "runs.jsonl", (one,), share=0.5),
+        Reader("probabilities", [pack({"clean": p, "blur": p, LABELS: np.arange(4) % 3})], read_arrays, "abc.npz"),
+    ]
+
+
+def restarts(root: Path) -> list[Reader]:
+    config = dllp.Config(keep_flops=0.5, epochs=2, batch_size=6, device="cpu", warmup=0).resolved()
+    kept = checkpoints.Checkpoints(root / "whole")
+    dllp.prune(network(), examples(), config, checkpoints=kept)
+    kept.close()
+    path = root / "step-000000001.safetensors"
+
+    def trainer() -> Trainer:
+        model = network()
+        structure = discover(model, examples()[0][:2])
+        particles = Particles.start(model, config, torch.device("cpu"))
+        gating = make_gating(model, structure, particles, config, None)
+        return Trainer(particles, gating, config, num_data=12, steps_per_epoch=2)
+
+    def read(content: bytes) -> object:
+        path.write_bytes(content)
+        return checkpoints.read(path)
+
+    def read_signed(content: bytes) -> object:
+        """Values by someone who can compute a checksum; what does not fit must be told by whoever restores."""
+        tensors, values = checkpoints.read(kept.files()[-1])
+        try:
+            values |= json.loads(content)
+        except (ValueError, RecursionError, TypeError):
+            return None
+        state.restore(trainer(), (tensors, values))
+        return None
+
+    seeds = [file.read_bytes() for file in kept.files()]
+    values = json.dumps(checkpoints.read(kept.files()[-1])[1]).encode()
+    return [
+        Reader("checkpoint", seeds, read, path.name, (mutate_tensors,)),
+        Reader("checkpoint, signed values", [values], read_signed, "checkpoint", (mutate_json,), share=0.2),
+    ]

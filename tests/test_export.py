@@ -1,0 +1,238 @@
+"""Exported files give PyTorch's answers in their own runtime, for any batch; mistakes are one line."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+import dllp
+from dllp import artifacts, export
+from dllp.cli import main
+from dllp.errors import ConfigError, ExportError, StructureError
+from dllp.structure import discover
+from dllp.widths import kept_units, padded, rounded
+from dllp.zoo import build
+from tests.commands import one_line, short_run
+
+SHAPE = (1, 8, 8)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return short_run(tmp_path_factory.mktemp("export"))
+
+
+@pytest.fixture
+def result(run: Path) -> dllp.Result:
+    return dllp.load(run, build("small_cnn", num_classes=10, in_channels=1, image_size=8))
+
+
+def answers(path: Path, x: torch.Tensor) -> list[torch.Tensor]:
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return [torch.from_numpy(y) for y in session.run(None, {export.INPUT: x.numpy()})]
+
+
+# ---- one particle
+
+
+@pytest.mark.parametrize("batch", [1, 7])
+def test_onnx_particle_answers_as_pytorch(run: Path, result: dllp.Result, tmp_path: Path, batch: int) -> None:
+    path = tmp_path / "a" / "model.onnx"
+    assert main(["export", str(run), "--particle", "2", "--out", str(path)]) == 0
+    x = torch.randn(batch, *SHAPE)
+    (logits,) = answers(path, x)
+    torch.testing.assert_close(logits, result.slabs[1].network(x).detach(), atol=1e-5, rtol=1e-4)
+
+
+def test_pt2_particle_answers_as_pytorch(run: Path, result: dllp.Result, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt2"
+    assert main(["export", str(run), "--format", "pt2", "--out", str(path)]) == 0
+    network = torch.export.load(path).module()
+    for batch in (1, 3):
+        x = torch.randn(batch, *SHAPE)
+        torch.testing.assert_close(network(x), result.model(x), atol=1e-5, rtol=1e-4)
+
+
+def test_difference_is_stated(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(run), "--out", str(tmp_path / "model.onnx")]) == 0
+    text = capsys.readouterr()
+    assert "largest difference from PyTorch" in text.out and "onnxruntime" in text.out and not text.err
+
+
+# ---- the posterior
+
+
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+def test_posterior_is_one_graph(result: dllp.Result, tmp_path: Path, format: export.Format) -> None:
+    path = tmp_path / f"all.{format}"
+    done = export.export(result, path, SHAPE, format=format, particle=None)
+    assert done.outputs == ("prediction", "aleatoric", "epistemic") and done.difference < 1e-5
+    assert done.bytes == path.stat().st_size
+    x = torch.randn(5, *SHAPE)
+    expected = result.posterior.predict(x)
+    found = answers(path, x) if format == "onnx" else torch.export.load(path).module()(x)
+    for a, b in zip(found, (expected.mean, expected.aleatoric, expected.epistemic), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    if format == "onnx":
+        model = onnx.load(path)
+        assert [output.name for output in model.graph.output] == list(done.outputs)
+        assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_param
+
+
+def test_posterior_of_a_regression() -> None:
+    networks: list[nn.Module] = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    noise = torch.tensor([0.5, 0.3])
+    x = torch.randn(4, 3)
+    mean, aleatoric, epistemic = export.Together(networks, noise, "regression")(x)
+    expected = dllp.posterior.Posterior(networks, noise, "regression").predict(x)
+    torch.testing.assert_close(mean, expected.mean)
+    torch.testing.assert_close(aleatoric, expected.aleatoric)
+    torch.testing.assert_close(epistemic, expected.epistemic)
+
+
+# ---- raw images
+
+
+def test_uint8_images_are_normalised_inside(run: Path, result: dllp.Result, tmp_path: Path) -> None:
+    path = tmp_path / "raw.onnx"
+    assert main(["export", str(run), "--uint8", "--posterior", "--out", str(path)]) == 0
+    data = dllp.data.load("digits").test
+    prediction, _, _ = answers(path, data.x[:32])
+    expected = result.posterior.predict(data.inputs(slice(0, 32))).mean
+    torch.testing.assert_close(prediction, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("known", "reason"), [({}, "does not say"), ({"dtype": "float32"}, "not trained on uint8")])
+def test_uint8_needs_images(result: dllp.Result, tmp_path: Path, known: dict[str, str], reason: str) -> None:
+    result.info["data"] = known
+    with pytest.raises(ConfigError, match=reason):
+        export.export(result, tmp_path / "a.onnx", SHAPE, uint8=True)
+
+
+# ---- widths
+
+
+def test_padding_changes_nothing_but_widths(result: dllp.Result, tmp_path: Path) -> None:
+    slab = result.slabs[0]
+    structure = discover(slab.reference, torch.randn(2, *SHAPE))
+    keep = kept_units(slab.reference, structure, slab.recipe)
+    assert slab.keep is not None and torch.equal(keep, slab.keep)
+    network, macs = padded(slab.reference, structure, keep, 8)
+    convolutions = [m for m in network.modules() if isinstance(m, nn.Conv2d)]
+    assert all(m.out_channels % 8 == 0 for m in convolutions) and macs >= result.sizes[0].macs
+    x = torch.randn(4, *SHAPE)
+    torch.testing.assert_close(network.eval()(x), slab.network(x), atol=1e-5, rtol=1e-4)
+    done = export.export(result, tmp_path / "wide.onnx", SHAPE, pad_to=8)
+    assert done.difference < 1e-5
+
+
+def test_rounding_keeps_the_budget(result: dllp.Result) -> None:
+    slab = result.slabs[0]
+    structure = discover(slab.reference, torch.randn(2, *SHAPE))
+    keep = kept_units(slab.reference, structure, slab.recipe)
+    network, macs = rounded(slab.reference, structure, keep, 8)
+    assert macs <= result.sizes[0].macs
+    assert all(m.out_channels % 8 == 0 for m in network.modules() if isinstance(m, nn.Conv2d))
+    assert network(torch.randn(3, *SHAPE)).shape == (3, 10)
+
+
+def test_foreign_recipe_is_refused(result: dllp.Result) -> None:
+    reference = result.slabs[0].reference
+    structure = discover(reference, torch.randn(2, *SHAPE))
+    name = structure.groups[0].name
+    with pytest.raises(StructureError, match="do not fit"):
+        kept_units(reference, structure, {name: {"out": [0]}})
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize("command", [("export", "--out", "a.onnx"), ("speed",)])
+def test_missing_extra_is_one_line(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else find(name))
+    assert main([command[0], str(run), *command[1:]]) == 2
+    one_line(capsys, "onnxruntime is not installed", "pip install 'dllp[onnx]'")
+
+
+@pytest.mark.parametrize("command", [("export", "--out", "a.onnx"), ("speed",)])
+def test_folder_without_a_finished_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    assert main([command[0], str(tmp_path / "nowhere"), *command[1:]]) == 2
+    one_line(capsys, "nowhere is not a folder")
+    (tmp_path / "log.jsonl").touch()
+    assert main([command[0], str(tmp_path), *command[1:]]) == 2
+    one_line(capsys, str(tmp_path), "finished run")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--particle", "3"], "no particle 3"),
+        (["--particle", "1", "--posterior"], "exclude each other"),
+        (["--pad-to", "0"], "pad_to = 0"),
+        (["--format", "tflite"], "expected onnx, pt2"),
+        (["--shape", "3", "8", "8"], "cannot be traced"),
+    ],
+)
+def test_mistakes_are_one_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], reason: str
+) -> None:
+    assert main(["export", str(run), "--out", str(tmp_path / "a.onnx"), *words]) == 2
+    one_line(capsys, reason)
+    assert not list(tmp_path.iterdir())
+
+
+def test_file_is_asked_for(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(run)]) == 2
+    one_line(capsys, "--out FILE")
+    assert main(["export", str(run), "--out", str(tmp_path)]) == 2
+    one_line(capsys, "is a folder")
+
+
+def test_network_that_fixes_its_batch_is_refused(tmp_path: Path) -> None:
+    class Fixed(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.view(2, 4) if x.sum() > 0 else x
+
+    with pytest.raises(ExportError, match="cannot be traced"):
+        export.write(Fixed(), tmp_path / "a.pt2", torch.ones(2, 4), ("output",), "pt2")
+
+
+def test_wrong_file_is_not_written(result: dllp.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = build("small_cnn", num_classes=10, in_channels=1, image_size=8).eval()
+    monkeypatch.setattr(export, "wider", lambda *arguments: other)
+    with pytest.raises(ExportError, match="differs from PyTorch"):
+        export.export(result, tmp_path / "a.onnx", SHAPE, pad_to=8)
+    assert not list(tmp_path.iterdir())
+
+
+def test_run_from_python_needs_network_and_shape(
+    result: dllp.Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result.info.pop("data")
+    folder = result.save(tmp_path / "run")
+    out = str(tmp_path / "a.onnx")
+    assert main(["export", str(folder), "--out", out]) == 2
+    one_line(capsys, "--model")
+    assert main(["export", str(folder), "--out", out, "--model", "small_cnn"]) == 2
+    one_line(capsys, "--shape 3 32 32")
+    assert main(["export", str(folder), "--out", out, "--model", "small_cnn", "--shape", "1", "8", "8"]) == 2
+    one_line(capsys, "factory")
+    assert artifacts.read_run(folder)["info"].get("data") is None
+
+
+def test_inputs_repeat() -> None:
+    assert torch.equal(export.inputs(3, SHAPE), export.inputs(3, SHAPE))
+    raw = export.inputs(3, SHAPE, uint8=True)
+    assert raw.dtype == torch.uint8 and len(np.unique(raw.numpy())) > 50

@@ -1,0 +1,142 @@
+"""What `dllp speed` measures and how it compares; no test asserts a time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dllp
+from dllp import memory, progress, speed
+from dllp.cli import main
+from dllp.errors import ConfigError
+from dllp.export import inputs, write
+from dllp.zoo import build
+from tests.commands import one_line, short_run
+
+SHAPE = (1, 8, 8)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return short_run(tmp_path_factory.mktemp("speed"))
+
+
+@pytest.fixture
+def result(run: Path) -> dllp.Result:
+    return dllp.load(run, build("small_cnn", num_classes=10, in_channels=1, image_size=8))
+
+
+def row(network: str, median: float, macs: float, runtime: str = speed.ONNX, batch: int = 64) -> speed.Row:
+    return speed.Row(network, runtime, "cpu", 1, batch, median, median, median, 7, macs, 100)
+
+
+def test_command_measures_every_setting(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "speed.json"
+    words = ["--batch", "1", "2", "--seconds", "0", "--json", str(path)]
+    assert main(["speed", str(run), *words]) == 0
+    shown = capsys.readouterr().out
+    assert "onnxruntime" in shown and "rounded to 8" in shown
+    report = json.loads(path.read_text())
+    rows = report["rows"]
+    networks = ["dense", "pruned", "pruned, padded to 8", "pruned, rounded to 8"]
+    for runtime in (speed.TORCH, speed.ONNX):
+        for batch in (1, 2):
+            found = [r for r in rows if (r["runtime"], r["batch"], r["threads"]) == (runtime, batch, 1)]
+            cpu = [r for r in found if r["device"] == "cpu"]
+            assert [r["network"] for r in cpu] == networks
+            assert all(r["speedup"] is not None and r["share"] is not None for r in cpu[1:])
+            assert cpu[0]["speedup"] is None and cpu[1]["bytes"] < cpu[0]["bytes"]
+    assert any(r["runtime"] == speed.INT8 for r in rows)
+    assert all(0 < r["low"] <= r["median"] <= r["high"] and r["samples"] >= speed.FEWEST for r in rows)
+    assert all(r["throughput"] == pytest.approx(r["batch"] / r["median"]) for r in rows)
+    assert report["environment"]["onnxruntime"] and [layer["layer"] for layer in report["layers"]]
+
+
+def test_share_of_the_flops_that_became_time() -> None:
+    rows = speed.compared([
+        row("dense", 4.0, 100.0), row("pruned", 2.0, 25.0), row("pruned", 1.0, 25.0, speed.INT8),
+        row("dense", 1.0, 100.0, batch=1), row("pruned", 1.25, 25.0, batch=1), row("pruned", 1.0, 25.0, speed.TORCH),
+    ])  # fmt: skip
+    assert [r.speedup for r in rows] == [None, 2.0, 4.0, None, 0.8, None]
+    assert rows[1].share == pytest.approx(0.5 / 0.75)  # half of the time for three quarters of the FLOPs
+    assert rows[4].share == pytest.approx(-0.25 / 0.75)  # slower than before
+    assert rows[0].share is None and rows[2].share is None and rows[5].share is None
+    same = speed.compared([row("dense", 4.0, 100.0), row("pruned", 2.0, 100.0)])
+    assert same[1].speedup == 2.0 and same[1].share is None
+
+
+def test_calls_take_turns() -> None:
+    order: list[str] = []
+    samples = speed.interleaved([lambda: order.append("a"), lambda: order.append("b")], 0)
+    assert [len(part) for part in samples] == [speed.FEWEST] * 2
+    runs = "".join(letter for i, letter in enumerate(order[4:]) if not i or order[4:][i - 1] != letter)
+    assert runs.startswith("ab") and len(runs) == speed.FEWEST + 1  # ab ba ab ...: neighbours of one kind merge
+
+
+def test_single_weights_have_no_widths() -> None:
+    x, y = torch.randn(64, 1, 8, 8), torch.randint(10, (64,))
+    config = dllp.Config(keep_flops=0.5, epochs=1, batch_size=32, particles=1, granularity="weight", init="fresh")
+    result = dllp.prune(build("small_cnn", num_classes=10, in_channels=1), (x, y), config)
+    found = speed.subjects(result, SHAPE)
+    assert [subject.name for subject in found] == ["dense", "pruned"] and found[0].macs == found[1].macs
+
+
+def test_round_to_one_adds_nothing(result: dllp.Result) -> None:
+    assert [s.name for s in speed.subjects(result, SHAPE, round_to=1)] == ["dense", "pruned"]
+    with pytest.raises(ConfigError, match="round_to = 0"):
+        speed.subjects(result, SHAPE, round_to=0)
+
+
+def test_threads_come_back(result: dllp.Result) -> None:
+    before = torch.get_num_threads()
+    found = speed.subjects(result, SHAPE, round_to=1)
+    rows = speed.measure(found, SHAPE, batches=[1], threads=[2], seconds=0, cuda=False, int8=False)
+    assert torch.get_num_threads() == before and {r.threads for r in rows} == {2}
+    assert {r.runtime for r in rows} == {speed.TORCH, speed.ONNX}
+
+
+def test_layers_are_named_with_their_widths(result: dllp.Result) -> None:
+    dense, pruned = speed.subjects(result, SHAPE, round_to=1)
+    found = speed.layers(dense, pruned, SHAPE, batch=2, runs=2)
+    convolutions = [name for name, m in dense.network.named_modules() if isinstance(m, nn.Conv2d)]
+    assert [layer.layer for layer in found] == convolutions
+    kept = [m.out_channels for m in pruned.network.modules() if isinstance(m, nn.Conv2d)]
+    assert [layer.pruned_width for layer in found] == kept
+    assert all(0 < layer.kept_macs <= 1 for layer in found)
+
+
+def test_lost_time_is_what_the_flops_do_not_explain() -> None:
+    assert speed.LayerTime("a", 10.0, 6.0, 64, 16, 0.25).lost_ms == pytest.approx(3.5)
+
+
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+def test_peak_memory_grows_with_the_batch(tmp_path: Path, format: str) -> None:
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("peak memory is read from Linux's /proc")
+    network = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1))
+    path = tmp_path / f"a.{format}"
+    write(network, path, inputs(2, (3, 32, 32)), ("output",), format)  # type: ignore[arg-type]
+    small, large = (memory.peak_bytes(path, (batch, 3, 32, 32)) for batch in (1, 256))
+    activations = 255 * 64 * 32 * 32 * 4
+    assert small is not None and large is not None and large - small >= 0.9 * activations
+
+
+def test_table_and_slow_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = speed.compared([row("dense", 4e-3, 1e6), row("pruned", 2e-3, 2.5e5), row("pruned", 1e-3, 2.5e5, speed.INT8)])
+    slow = [speed.LayerTime("[red]conv", 10.0, 6.0, 64, 17, 0.25), speed.LayerTime("fine", 10.0, 2.0, 64, 16, 0.25)]
+    progress.show_speed([*rows, replace(rows[0], device="cuda")], slow, "a [title]")
+    shown = capsys.readouterr().out
+    for text in ("a [title]", "2.00x", "67%", "pruned int8", "[red]conv (64 -> 17 channels): 10.00 -> 6.00 (2.50)"):
+        assert text in shown
+    assert "fine" not in shown and "cuda" in shown
+
+
+@pytest.mark.parametrize(("words", "reason"), [(["--batch", "0"], "batch sizes"), (["--particle", "9"], "particle 9")])
+def test_mistakes_are_one_line(run: Path, capsys: pytest.CaptureFixture[str], words: list[str], reason: str) -> None:
+    assert main(["speed", str(run), *words]) == 2
+    one_line(capsys, reason)
