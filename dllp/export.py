@@ -178,21 +178,38 @@ def inputs(batch: int, shape: tuple[int, ...], uint8: bool = False) -> Tensor:
 
 def write(network: nn.Module, path: Path, example: Tensor, outputs: tuple[str, ...], format: Format) -> None:
     """Trace a network with a dynamic batch and write it; nothing is checked."""
-    shapes = ({0: torch.export.Dim("batch", min=1)},)
-    with _quiet():
-        try:
-            program = torch.export.export(network, (example,), dynamic_shapes=shapes)
-            if format == "pt2":
-                torch.export.save(program, path)
-            else:
-                names: dict[str, Any] = dict(input_names=[INPUT], output_names=list(outputs))
-                torch.onnx.export(
-                    program, (), path, dynamo=True, external_data=False, verbose=False, dynamic_shapes=shapes, **names
-                )
-        except Exception as error:  # whatever the exporter raises about the user's network, one line says what
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            reason = f"{type(error).__name__}: {lines[0] if lines else ''}"
-            raise ExportError(f"the network cannot be traced with a dynamic batch ({reason})") from error
+    save(trace(network, example), path, outputs, format)
+
+
+def trace(network: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
+    """The network as a graph for any batch."""
+    with _quiet(), _one_line():
+        return torch.export.export(network, (example,), dynamic_shapes=_any_batch())
+
+
+def save(program: torch.export.ExportedProgram, path: Path, outputs: tuple[str, ...], format: Format) -> None:
+    """Write a graph as ONNX or pt2."""
+    with _quiet(), _one_line():
+        if format == "pt2":
+            torch.export.save(program, path)
+            return
+        options: dict[str, Any] = dict(input_names=[INPUT], output_names=list(outputs), dynamic_shapes=_any_batch())
+        torch.onnx.export(program, (), path, dynamo=True, external_data=False, verbose=False, **options)
+
+
+def _any_batch() -> tuple[dict[int, Any]]:
+    return ({0: torch.export.Dim("batch", min=1)},)
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """Whatever the exporter raises about the user's network, one line says what."""
+    try:
+        yield
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = f"{type(error).__name__}: {lines[0] if lines else ''}"
+        raise ExportError(f"the network cannot be traced with a dynamic batch ({reason})") from error
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from dllp import artifacts
+from dllp import artifacts, reading
 from dllp.checkpoints import Checkpoints
 from dllp.errors import ArtifactError, Interrupted
 from dllp.task import DENSE_FILE, EVALUATION, LOG, SETTINGS
@@ -86,7 +86,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._begun and error is not None:
+        if error is not None and (self._begun or (self.resume and isinstance(error, (Interrupted, KeyboardInterrupt)))):
             if not self.resume and not any(self.checkpoints.glob("*/*.safetensors")):
                 self._remove()
             else:
@@ -102,6 +102,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             return
         if not self.folder.is_dir():
             raise ArtifactError(f"{self.folder} is a file: give a folder for the run")
+        for place in (self.checkpoints, *self.checkpoints.glob("*")):  # files are written and removed there
+            reading.contained(self.folder, place)
         names = [path.name for path in self.folder.iterdir()]
         strange = [name for name in names if not any(fnmatch.fnmatchcase(name, own) for own in OWN)]
         if not self.finished and (strange or (SETTINGS in names and not self.unfinished)):

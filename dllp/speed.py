@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dllp import artifacts
 from dllp.api import Result
 from dllp.errors import ConfigError
-from dllp.export import INPUT, inputs, require_onnx, write
+from dllp.export import INPUT, inputs, require_onnx, save, trace, write
 from dllp.memory import peak_bytes
 from dllp.structure import discover
 from dllp.widths import kept_units, padded, rounded
@@ -51,6 +51,7 @@ class Row:
     Attributes:
         network, runtime, device, threads, batch: The setting; int8 is a runtime of its own.
         median, low, high: Seconds of one batch: median and quartiles of `samples` interleaved samples.
+        cpu: Median CPU seconds of one batch, all threads of the process: on a busy machine the steadier figure.
         macs, bytes, memory: Multiply-accumulates of one example, bytes on disk, peak bytes of the inference.
         speedup: The dense network's median over this one's, same setting (int8: against onnxruntime's floats).
         share: Fraction of the time saved over fraction of the FLOPs saved: 1 where every FLOP became time.
@@ -65,6 +66,7 @@ class Row:
     low: float
     high: float
     samples: int
+    cpu: float
     macs: float
     bytes: int
     memory: int | None = None
@@ -216,8 +218,9 @@ def _files(subject: Subject, shape: tuple[int, ...], folder: Path, index: int) -
     """A network as ONNX and as pt2."""
     subject.network.eval()
     paths = {ONNX: folder / f"{index}.onnx", TORCH: folder / f"{index}.pt2"}
-    write(subject.network, paths[ONNX], inputs(2, shape), ("output",), "onnx")
-    write(subject.network, paths[TORCH], inputs(2, shape), ("output",), "pt2")
+    program = trace(subject.network, inputs(2, shape))
+    save(program, paths[ONNX], ("output",), "onnx")
+    save(program, paths[TORCH], ("output",), "pt2")
     artifacts.write_network(folder / f"{index}.safetensors", subject.network)
     return paths
 
@@ -245,33 +248,34 @@ def _quantise(path: Path, shape: tuple[int, ...]) -> Path:
 # ---- time
 
 
-def interleaved(calls: Sequence[Call], seconds: float) -> list[list[float]]:
-    """Seconds of one call, many samples of each; the calls take turns, every other round backwards."""
+def interleaved(calls: Sequence[Call], seconds: float) -> list[list[tuple[float, float]]]:
+    """Seconds and CPU seconds of one call, many samples of each; they take turns, every other round backwards."""
     repeats = []
     for call in calls:
         call()
         start = time.perf_counter()
         call()
         repeats.append(max(1, round(SAMPLE / max(time.perf_counter() - start, 1e-9))))
-    samples: list[list[float]] = [[] for _ in calls]
+    samples: list[list[tuple[float, float]]] = [[] for _ in calls]
     order = list(range(len(calls)))
     gc.collect()
     end = time.perf_counter() + seconds
     while len(samples[0]) < FEWEST or (time.perf_counter() < end and len(samples[0]) < MOST):
         for i in order:
-            start = time.perf_counter()
+            start, work = time.perf_counter(), time.process_time()
             for _ in range(repeats[i]):
                 calls[i]()
-            samples[i].append((time.perf_counter() - start) / repeats[i])
+            passed, worked = time.perf_counter() - start, time.process_time() - work
+            samples[i].append((passed / repeats[i], worked / repeats[i]))
         order.reverse()
     return samples
 
 
-def _row(subject: Subject, runtime: str, samples: list[float], **rest: Any) -> Row:
-    low, median, high = (float(v) for v in np.quantile(samples, (0.25, 0.5, 0.75)))
-    return Row(
-        subject.name, runtime, median=median, low=low, high=high, samples=len(samples), macs=subject.macs, **rest
-    )
+def _row(subject: Subject, runtime: str, samples: list[tuple[float, float]], **rest: Any) -> Row:
+    passed, worked = np.asarray(samples).T
+    low, median, high = (float(v) for v in np.quantile(passed, (0.25, 0.5, 0.75)))
+    times = dict(median=median, low=low, high=high, cpu=float(np.median(worked)))
+    return Row(subject.name, runtime, samples=len(samples), macs=subject.macs, **times, **rest)
 
 
 def _torch_rows(

@@ -285,6 +285,18 @@ def test_signals_before_training_leave_nothing(
         assert sorted(os.listdir(tmp_path)) == ["data"]
 
 
+def test_a_signal_before_a_resumed_training_says_how_to_go_on(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unfinished(data, tmp_path / "out", monkeypatch)
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr("dllp.api.discover", lambda *rest, **options: signal.raise_signal(signal.SIGINT))
+        assert main(["prune", "--resume", "--out", str(tmp_path / "out")]) == 130
+    one_line(capsys, "interrupted, go on with dllp prune --resume")
+    assert main(["prune", "--resume", "--quiet", "--out", str(tmp_path / "out")]) == 0
+
+
 def test_a_second_signal_ends_at_once(data: str, tmp_path: Path) -> None:
     code = """
         import os, signal, sys, time

@@ -69,6 +69,22 @@ def test_a_link_out_of_a_run_folder_is_refused(
     assert main(["evaluate", str(copied)]) == 0, "a link within the folder does no harm"
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/pruned"])
+def test_checkpoints_are_never_written_or_removed_elsewhere(
+    copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "step-000000001.safetensors").touch()
+    (copied / "run.json").unlink()
+    (copied / name).parent.mkdir(exist_ok=True)
+    (copied / name).symlink_to(outside)
+    for words in (["--resume"], ["--overwrite"]):
+        assert main(["prune", *words, "--out", str(copied)]) == 2
+        one_line(capsys, name, "leads out of")
+    assert (outside / "step-000000001.safetensors").exists()
+
+
 def test_a_link_in_a_circle_is_refused(copied: Path) -> None:
     (copied / "gates.safetensors").unlink()
     (copied / "gates.safetensors").symlink_to("gates.safetensors")

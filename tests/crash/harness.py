@@ -33,6 +33,7 @@ import torch._dynamo  # what a run imports late, imported before the forks
 from sklearn.datasets import load_digits
 
 import dllp
+from dllp.artifacts import write_json
 from dllp.cli import main
 from tests.crash.faults import Fault, Kind
 
@@ -290,9 +291,8 @@ def run() -> int:
         campaign(harness, given.kills, given.faults, given.demo, echo=given.summary is not None)
     figures = report(harness, time.monotonic() - began)
     if given.summary is not None:
-        given.summary.parent.mkdir(parents=True, exist_ok=True)
         whole = json.loads(given.summary.read_text()) if given.summary.exists() else {}
-        given.summary.write_text(json.dumps(whole | {"crash": figures}, indent=1) + "\n")
+        write_json(given.summary, whole | {"crash": figures})
     print(json.dumps(figures | {"trouble": harness.trouble[:20]}))
     return int(any(figures[name] for name in ("lost", "differing", "orphans", "unclear_ends")))
 

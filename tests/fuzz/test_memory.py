@@ -18,7 +18,7 @@ WHOLE = ("64 MB of tensors", "64 MB of images", "64 MB of numbers")
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of memory cannot be read here")
 def test_memory_stays_within_twice_what_the_header_declares(tmp_path: Path) -> None:
     command = [sys.executable, str(Path(__file__).with_name("bombs.py")), str(tmp_path)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=ENVIRONMENT, timeout=120)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=ENVIRONMENT, timeout=600)
     found = json.loads(done.stdout)
     assert len(found) > 15
     for name, (declared, peak, outcome) in found.items():
