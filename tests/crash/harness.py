@@ -164,7 +164,9 @@ class Harness:
         self.count["kills inside writing"] += killed and fault is not None
         if not killed and (code or harm is None):
             self._check_end(code, harm, out)
-        return code == 0 and harm is None
+        if code == 0 and harm is not None and harm.signal:
+            subject.seconds *= 0.9  # it ended before its time: aim earlier
+        return code == 0 and fault is None
 
     def _check_end(self, code: int, harm: Harm | None, out: Path) -> None:
         lines, stopped = self.errors(), harm is not None and harm.signal == signal.SIGTERM
