@@ -125,6 +125,10 @@ def read(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{path}: unknown name {name!r}{_near(name, known)}")
     try:
         read = vars(_prune().parse_object(named, defaults=False))
+        hints = typing.get_type_hints(Task) | typing.get_type_hints(Config)
+        for name, value in read.items():
+            if value is None and type(None) not in typing.get_args(hints[name]):  # the parser takes it for "not given"
+                raise ConfigError(f"{name} has no value")
         own = {name: read[name] for name in TASK if name in read}
         Task(**own).config({name: value for name, value in read.items() if name not in TASK})
     except (argparse.ArgumentError, ConfigError) as error:

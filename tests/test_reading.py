@@ -255,6 +255,8 @@ def test_booleans_and_weights_are_what_they_say(tmp_path: Path) -> None:
         ("model: \"a\\nb\"", "model must be a number, a word"),
         ("1: 2", "no name of a setting"),
         ("lr: -1", "lr = -1"),
+        ("model:", "model has no value"),
+        ("epochs: null", "epochs has no value"),
         ("epochs: 3" + " " * 2**16, "more than the 65536"),
     ],
 )  # fmt: skip

@@ -33,13 +33,12 @@ EXPLANATION = (
 
 def check(line: dict[str, Any], place: object) -> None:
     """Raise unless a finished run has the fields that a summary reads; `place` names its file."""
-    number = (int, float)
     texts = ("hardware", "date", "flops_of", *VERSIONS)
     tests: dict[str, Callable[[Any], bool]] = {
         **dict.fromkeys(texts, lambda v: isinstance(v, str) and v.isprintable() and len(v) <= 200),
         **dict.fromkeys(("params", "flops_removed"), lambda v: _numbers(v) and bool(v)),
-        "dense_params": lambda v: type(v) in number and v > 0,
-        "train_seconds": lambda v: type(v) in number,
+        "dense_params": lambda v: _number(v) and v >= 1,
+        "train_seconds": _number,
         "epochs": lambda v: type(v) is int,
         "config": lambda v: isinstance(v, dict) and v.get("precision") in ("float32", "bfloat16"),
         "ensemble": _figures,
@@ -55,12 +54,17 @@ def check(line: dict[str, Any], place: object) -> None:
         raise ArtifactError(f"{place}, digest {line['digest']}: 'processes' is no whole number")
 
 
+def _number(value: Any) -> bool:
+    """A number that stays finite when it is averaged and made a percentage."""
+    return type(value) in (int, float) and abs(value) < 1e18
+
+
 def _numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(entry) in (int, float) for entry in value)
+    return isinstance(value, list) and all(map(_number, value))
 
 
 def _figures(value: Any) -> bool:
-    return isinstance(value, dict) and all(type(value.get(name)) in (int, float) for name in ("accuracy", "nll", "ece"))
+    return isinstance(value, dict) and all(_number(value.get(name)) for name in ("accuracy", "nll", "ece"))
 
 
 def summarise(table: Table, lines: Lines, variant: Variant) -> dict[str, Any]:

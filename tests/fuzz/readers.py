@@ -193,7 +193,7 @@ def settings(root: Path) -> list[Reader]:
             (root / "run" / name).write_bytes(before)
 
     found = [
-        Reader("config.yaml by prune", [whole, small], read_prune, "", (mutate_lines,), share=0.5),
+        Reader("config.yaml by prune", [whole, small], read_prune, "", (mutate_lines,), share=0.25),
         Reader("config.yaml", [whole, small], read_values, path.name, (mutate_lines,)),
     ]
     for name, mutator in (
@@ -345,7 +345,7 @@ def results(root: Path) -> list[Reader]:
     p = np.random.default_rng(0).dirichlet(np.ones(3), (2, 4))
     content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
     return [
-        Reader("runs.jsonl", [content], read_lines, "runs.jsonl", (one,), share=0.5),
+        Reader("runs.jsonl", [content], read_lines, "runs.jsonl", (one,), share=0.15),
         Reader("probabilities", [pack({"clean": p, "blur": p, LABELS: np.arange(4) % 3})], read_arrays, "abc.npz"),
     ]
 
