@@ -95,8 +95,6 @@ def test_a_stopped_run_ends_as_one_that_never_was(tmp_path: Path, options: dict[
 
 
 def test_a_teacher_is_remembered(tmp_path: Path) -> None:
-    if not hasattr(Config(), "teacher_weight"):
-        pytest.skip("no teacher in this version")
     model, data, settings = network(), table(), config(teacher_weight=0.5)
     whole = dllp.prune(model, data, settings)
     assert_equal(stopped(tmp_path, 10, dllp.prune, model, data, settings), whole)
