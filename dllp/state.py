@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dllp.errors import ArtifactError
-from dllp.train import EpochRecord, Trainer, teacher
+from dllp.step import teacher
+from dllp.train import EpochRecord, Trainer
 
 FREE = ("device", "engine", "on_nan")
 """Fields of Config that a run may change when it goes on."""

@@ -1,36 +1,25 @@
-"""Algorithm 1: Stein variational gradient descent on spike-and-slab particles (equations 14 and 15).
-
-One run has three phases. `open`: every gate is 1 and the networks learn to see. `soft`: gates are relaxed samples and
-their logits follow the objective and the budget's multiplier. `discrete`: the gates are decided, channel-gated networks
-are sliced, and the same run goes on in the small shape.
-"""
+"""A run: the epochs of Algorithm 1 from wherever it stands to its end, watched for numbers that break."""
 
 from __future__ import annotations
 
-import copy
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
-from dllp import health, objective, priors, schedule, stein
-from dllp.belief import Belief
+from dllp import health
 from dllp.config import Config
 from dllp.engine import Capture
 from dllp.errors import NumericsError
 from dllp.gating import ChannelGating, WeightGating
 from dllp.particles import Particles
-from dllp.slicing import Fold
-from dllp.update import update_rows
+from dllp.step import Phase, Step
 
-Phase = Literal["open", "soft", "discrete"]
-T = TypeVar("T")
 HEALTH_CHECK = 16
 """Steps between two looks at a CUDA device's health; a broken step changes no weight, so nothing is lost by waiting."""
 
@@ -65,97 +54,30 @@ class EpochRecord:
         return asdict(self)
 
 
-class Trainer:
-    """The weights of a run, what they believe, and the step that changes both.
-
-    Args:
-        particles: The networks; `gating` None trains them as they are (the dense reference).
-        config: A resolved configuration.
-        num_data: N, the size of the training set.
-        steps_per_epoch: Fixes what progress in [0, 1] means.
-    """
+class Trainer(Step):
+    """Takes the steps of a run and keeps its records; the arguments are those of :class:`Step`."""
 
     def __init__(
         self, particles: Particles, gating: ChannelGating | WeightGating | None, config: Config, *,
         num_data: int, steps_per_epoch: int,
     ) -> None:  # fmt: skip
-        self.particles, self.gating, self.config, self.num_data = particles, gating, config, num_data
-        self.steps_per_epoch, self.total_steps = steps_per_epoch, steps_per_epoch * config.epochs
-        rows, device = particles.rows, particles.device
-        self.belief = Belief(gating, config, rows, num_data)
-        self.step_index, self.lr_scale = 0, 1.0
+        super().__init__(particles, gating, config, num_data=num_data, total_steps=steps_per_epoch * config.epochs)
+        self.steps_per_epoch = steps_per_epoch
         self.trouble = ""  # what made the run go back to where it starts now
         self.history: list[EpochRecord] = []
         self.best, self.waited = float("inf"), 0  # of the loss since the gates are discrete, for `patience`
         self.random_states: dict[str, Tensor] = {}  # of PyTorch's own generators, where a run is resumed
-        self.lane = 8 if device.type == "cuda" else 1  # widths that tensor cores like
-        self.closed: list[tuple[Fold, Tensor]] = []  # folds and gates that close the padding of slices
-        self.teachers: list[nn.Module] = []  # the particles as they stood when gates began to close
-        self.momentum = torch.zeros_like(rows)
-        self.gaussian = config.likelihood == "gaussian"
-        self.scores = torch.zeros_like(rows if self.gaussian else rows[:, :0])
-        self.prior_scores = torch.zeros_like(rows if gating else rows[:, :0])
-        self.knobs = rows.new_zeros(3)  # lr, temperature, ramp: read inside captured steps
-        self.healthy = torch.ones((), dtype=torch.bool, device=device)
-        self.recent: deque[tuple[int, Tensor, Tensor]] = deque(maxlen=HEALTH_CHECK if device.type == "cuda" else 1)
-        self.statistics = torch.zeros(2, len(rows), device=device, dtype=torch.float64)  # sums of loss and of hits
-        lengths = {"module": particles.layout.blocks, "all": None, "coordinate": "coordinate"}[config.blocks]
-        self.blocks = stein.block_index(lengths, device) if isinstance(lengths, list) else lengths
-        self.learnable = particles.layout.learnable(particles.networks[0]).to(rows)
-        self.moving = self.learnable.expand(len(rows), -1)  # (n, P): 0 where a weight stands still
-        self.decay = self._decay()
-        self.streams = [torch.cuda.Stream(device) for _ in rows] if device.type == "cuda" and len(rows) > 1 else []
-        # its inputs never change shape, so it is compiled once
-        self.update = torch.compile(update_rows, dynamic=False) if device.type == "cuda" else update_rows
+        cuda = particles.device.type == "cuda"
+        self.recent: deque[tuple[int, Tensor, Tensor]] = deque(maxlen=HEALTH_CHECK if cuda else 1)
         self.capture = Capture(
-            self.step, self.belief.generator, enabled=config.engine != "eager" and device.type == "cuda",
+            self.step, self.belief.generator, enabled=config.engine != "eager" and cuda,
             deterministic=config.deterministic,
         )  # fmt: skip
-
-    # ---- where the run stands
-
-    @property
-    def progress(self) -> float:
-        return self.step_index / self.total_steps
 
     @property
     def epoch_ends(self) -> bool:
         """Whether the last step closed an epoch."""
         return self.step_index % self.steps_per_epoch == 0
-
-    @property
-    def phase(self) -> Phase:
-        if self.belief.keep is not None:
-            return "discrete"
-        return "open" if self.gating is None or self.progress < self.config.open_until else "soft"
-
-    def set_knobs(self) -> None:
-        """Learning rate, temperature and budget of the step that comes."""
-        c, p, target = self.config, self.progress, self.belief.target
-        lr = self._learning_rate((self.step_index + 1) / self.total_steps)
-        tau = schedule.temperature(p, start=c.tau_start, end=c.tau_end, until=c.discrete_at)
-        ramp = schedule.budget_ramp(p, target=target or 1.0, begin=c.open_until, until=c.ramp_until)
-        lr = lr * self.lr_scale
-        self.lr, self.tau, self.ramp = lr, tau, ramp
-        self.knobs.copy_(torch.tensor([lr, tau, ramp], dtype=self.knobs.dtype), non_blocking=True)
-
-    def _learning_rate(self, progress: float) -> float:
-        """One cosine over the run, or one until the gates start to close and a lower one after it (`restart`)."""
-        c = self.config
-        cut = c.open_until if c.restart and self.gating is not None else 1.0
-        first = progress <= cut
-        length = cut if first else 1 - cut
-        within, peak = (progress / cut, c.lr) if first else ((progress - cut) / length, c.lr * c.restart)
-        return schedule.learning_rate(within, peak=peak, end=c.lr_end, warmup=min(c.warmup / (c.epochs * length), 0.5))
-
-    def _decay(self) -> Tensor:
-        """(P,) weight decay where no prior acts: each weight has exactly one shrinkage in each phase (Section 2)."""
-        decay = torch.full_like(self.particles.rows[0], self.config.weight_decay or 0.0)
-        if self.gating is not None and self.belief.keep is None:
-            decay[self.gating.scales.coordinates.flatten()] = 0
-        return decay
-
-    # ---- the run
 
     def run(
         self, batches: Batches, *, on_epoch: Callable[[EpochRecord], None] | None = None,
@@ -191,11 +113,7 @@ class Trainer:
     def _epoch(self, epoch: int, batches: Batches, on_step: Callable[[Trainer], None] | None) -> None:
         began = time.perf_counter()
         for x, y in batches.epoch(epoch, self.step_index % self.steps_per_epoch):
-            if self.phase != "discrete" and self.gating is not None and self.progress >= self.config.discrete_at:
-                self.discretise(self.gating)
-            if self.phase == "soft" and self.config.teacher_weight and not self.teachers:
-                self.teachers = [teacher(network) for network in self.particles.networks]
-            self.set_knobs()
+            self.prepare()
             self.capture(x, y, key=self.phase)
             self.recent.append((self.step_index, x, y))
             self.step_index += 1
@@ -229,156 +147,10 @@ class Trainer:
             f"(now {self.config.lr * self.lr_scale:g}), or use on_nan = rollback"
         )
 
-    def discretise(self, gating: ChannelGating | WeightGating) -> None:
-        """Decide the gates. From here on only the slab moves, and what remains of the prior is a weight decay on it."""
-        self.apply_decisions(gating, self.belief.decide())
-
     def apply_decisions(self, gating: ChannelGating | WeightGating, keep: Tensor) -> None:
-        """Hold the gates at `keep` (n, U), and slice channel-gated networks."""
-        particles = self.particles
-        self.belief.rest(keep)
-        pairs = zip(particles.networks, keep, strict=True)
-        moving = [gating.slab_coordinates(network, particles.layout, row) for network, row in pairs]
-        self.moving = torch.stack(moving).to(particles.rows) * self.learnable
-        self.momentum *= self.moving
-        self.decay = self._decay()
-        if isinstance(gating, ChannelGating):
-            self._slice(gating, keep)
+        """As in a step; captured graphs belong to the networks as they were."""
+        super().apply_decisions(gating, keep)
         self.capture.reset()
-
-    def _slice(self, gating: ChannelGating, keep: Tensor) -> None:
-        """Train the small networks from here on, their channels padded with closed ones to what the device likes."""
-        padded = [gating.padded(row, logits, self.lane) for row, logits in zip(keep, self.belief.logits, strict=True)]
-        networks = self.particles.networks
-        wide = [gating.recipe(network, row) for network, row in zip(networks, padded, strict=True)]
-        slab = [gating.recipe(network, row) for network, row in zip(networks, keep, strict=True)]
-        self.particles.slice(wide, slab)
-        if self.lane > 1:
-            parts = zip(self.particles.sliced, padded, keep, strict=True)
-            self.closed = [gating.closed(part.network, part.recipe, pad, row) for part, pad, row in parts]
-
-    # ---- one step; nothing in it reads a value back to the host
-
-    def step(self, x: Tensor, y: Tensor) -> None:
-        """One update of all particles from one batch."""
-        self.particles.begin_step()
-        z = self._gates()
-        through = self._backward(x, y, z)
-        self.particles.collect_gradients()
-        with torch.no_grad():
-            self.healthy &= torch.isfinite(self.particles.gradients.sum() + through.sum() + self.belief.d_noise.sum())
-            if self.gating is not None and self.belief.keep is None:
-                self._step_with_prior(self.gating.scales.coordinates, z, through)
-            else:
-                self._advance()
-            self.belief.update(self.healthy)
-
-    def _gates(self) -> Tensor:
-        """(n, U): relaxed samples while the gates are soft, decided gates for discrete weights, otherwise ones."""
-        if self.phase == "soft":
-            return self.belief.sample(self.knobs[1])
-        if self.belief.keep is not None:
-            return self.belief.keep.to(self.belief.logits.dtype)
-        return torch.ones_like(self.belief.logits)
-
-    def _each(self, work: Callable[[int], T]) -> list[T]:
-        """work(i) for every particle; on CUDA each on a stream of its own, joined at the end."""
-        if not self.streams:
-            return [work(i) for i in range(len(self.particles))]
-        main, results = torch.cuda.current_stream(), []
-        for i, stream in enumerate(self.streams):
-            stream.wait_stream(main)
-            with torch.cuda.stream(stream):
-                results.append(work(i))
-        for stream in self.streams:
-            main.wait_stream(stream)
-        return results
-
-    def _forward(self, i: int, x: Tensor, z: Tensor) -> Tensor:
-        """(B, ...) inputs and particle i's gates (U,) -> (B, C) outputs."""
-        network = self.particles.active[i]
-        bf16 = self.config.precision == "bfloat16"
-        # cast weights must not be cached: a captured graph would keep the first step's
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):
-            weights: dict[str, Tensor] = {}
-            if self.closed:
-                fold, gate = self.closed[i]
-                weights = fold(dict(network.named_parameters()), gate)
-            elif self.gating is not None and self.phase != "open" and not self.particles.sliced:
-                weights = self.gating.weights(dict(network.named_parameters()), z)
-            outputs = functional_call(network, weights, (x,), tie_weights=False) if weights else network(x)
-        return outputs.float() if bf16 else outputs
-
-    @torch.no_grad()
-    def _teach(self, i: int, x: Tensor) -> Tensor:
-        bf16 = self.config.precision == "bfloat16"
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):
-            return self.teachers[i](x).float()
-
-    def _backward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-        """Fill the gradient matrix, and `scores` with the likelihood's own; returns the gates' gradients (n, U)."""
-        c = self.config
-        leaves = [row.detach().requires_grad_(self.phase == "soft") for row in z]
-        together = c.task == "classification" and len(leaves) > 1 and c.mean_weight > 0
-        ready = self._each(lambda i: self._forward(i, x, leaves[i])) if together else []
-        targets = [(c.mean_weight, mean_prediction(ready))] if together else []
-        if self.teachers:
-            targets.append((c.teacher_weight, mean_prediction(self._each(lambda i: self._teach(i, x)))))
-
-        def work(i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            output = ready[i] if together else self._forward(i, x, leaves[i])
-            loss = objective.task_loss(output, y, c.task)
-            rest = objective.residuals(output, y, c.task)
-            leaf = leaves[i : i + 1] if leaves[i].requires_grad else []
-            extra = self._likelihood_scores(i, rest, leaf) if self.gaussian else None
-            total = loss * (1 - sum(share for share, _ in targets))
-            for share, mean in targets:
-                total = total + share * objective.twin_loss(output, mean)
-            found = self.particles.differentiate(i, total, *leaf)
-            through = found[0] if found and found[0] is not None else torch.zeros_like(leaves[i])
-            # a likelihood that is the task loss has beta times its gradient: one backward serves both (Section 3)
-            through = through * (1 + c.beta) if extra is None else through - c.beta * extra
-            with torch.no_grad():
-                hits = (output.argmax(1) == y).double().mean() if c.task == "classification" else loss.new_zeros(())
-                noise = objective.noise_gradient(rest, self.belief.log_d[i])
-            return loss.detach(), hits, noise, through
-
-        losses, hits, noises, through = (torch.stack(values) for values in zip(*self._each(work), strict=True))
-        self.statistics[0] += losses
-        self.statistics[1] += hits
-        self.belief.d_noise.copy_(noises).mul_(-c.beta)
-        return through
-
-    def _likelihood_scores(self, i: int, rest: Tensor, leaf: list[Tensor]) -> Tensor:
-        """Gradients of equation 9 by a vector-Jacobian product of their own: parameters' into `scores`, gates' (U,)."""
-        value = objective.gaussian_log_likelihood(rest, self.belief.log_d[i])
-        found = self.particles.differentiate(i, value, *leaf, into=self.scores, retain_graph=True)
-        return found[0] if found and found[0] is not None else torch.zeros_like(self.belief.logits[i])
-
-    def _step_with_prior(self, at: Tensor, z: Tensor, through: Tensor) -> None:
-        """Slab by its score, spike as a proximal step: stable however narrow it is (Section 1, stiffness)."""
-        c, rows = self.config, self.particles.rows
-        slab, spike = self.belief.prior_pulls(rows)
-        self.prior_scores[:, at] = -slab[..., None] * rows[:, at]
-        if self.phase == "soft":
-            self.belief.gate_gradient(z, through, self.knobs[1], self.knobs[2])
-        self._advance()
-        pull = self.knobs[0] * (c.beta / (len(rows) * (1 - c.momentum))) * spike[..., None] * self.learnable[at]
-        rows[:, at] = priors.proximal_spike(rows[:, at], pull)
-
-    def _advance(self) -> None:
-        """Equations 14 and 15: kernel weights of every block, then one fused update."""
-        c, rows = self.config, self.particles.rows
-        weights: tuple[Tensor, Tensor] | tuple[()] = ()
-        if len(rows) > 1 and self.gating is not None:
-            weights = stein.pair_weights(rows, num_data=self.num_data, bandwidth=c.bandwidth, blocks=self.blocks)
-        index = self.blocks.index if isinstance(self.blocks, stein.BlockIndex) else None
-        prior = self.prior_scores if self.gating is not None and self.belief.keep is None else None
-        self.update(
-            rows, self.particles.gradients, self.momentum, self.scores if self.gaussian else None, prior,
-            weights, index, self.decay, self.moving, self.knobs[0], self.healthy,
-            0.0 if self.gating is None else c.beta, c.momentum,
-        )  # fmt: skip
 
     def _record(self, epoch: int, began: float) -> EpochRecord:
         loss, hits = (self.statistics / self.steps_per_epoch).tolist()  # waits for the device: now the time is true
@@ -399,16 +171,6 @@ class Trainer:
             seconds=seconds,
             engine=self.capture.state,
         )
-
-
-def teacher(network: nn.Module) -> nn.Module:
-    """A frozen copy in evaluation mode that shares no memory with the rows."""
-    return copy.deepcopy(network).eval().requires_grad_(False)
-
-
-def mean_prediction(outputs: list[Tensor]) -> Tensor:
-    """n times (B, C) logits -> (B, C) mean probabilities, which take no gradient."""
-    return torch.stack([output.detach().softmax(1) for output in outputs]).mean(0)
 
 
 @contextmanager

@@ -119,13 +119,14 @@ def test_graphs_and_eager_steps_agree(exact: None, likelihood: str) -> None:
     assert eager.capture.state == "eager" and graph.capture.state == "graph"
     assert graph.capture.graphs, "each phase has more than WARMUP steps, so the last one must be captured"
     assert STEPS * 0.3 > WARMUP
-    assert graph.keep is not None and eager.keep is not None and torch.equal(graph.keep, eager.keep)
+    assert graph.belief.keep is not None and eager.belief.keep is not None
+    assert torch.equal(graph.belief.keep, eager.belief.keep)
     for step, (a, b) in enumerate(zip(expected, found, strict=True)):
         assert torch.isfinite(b).all()
         assert float((a - b).norm() / a.norm()) < 1e-3, f"step {step}"
     # Adam divides gradients by their own size: where they are near zero it magnifies rounding
-    torch.testing.assert_close(graph.logits, eager.logits, rtol=0, atol=1e-2)
-    torch.testing.assert_close(graph.log_slab, eager.log_slab, rtol=0, atol=1e-2)
+    torch.testing.assert_close(graph.belief.logits, eager.belief.logits, rtol=0, atol=1e-2)
+    torch.testing.assert_close(graph.belief.log_slab, eager.belief.log_slab, rtol=0, atol=1e-2)
 
 
 @cuda

@@ -23,7 +23,8 @@ from dllp.api import make_gating
 from dllp.config import Config
 from dllp.particles import Particles
 from dllp.structure import Structure, discover
-from dllp.train import EpochRecord, Trainer, update_rows
+from dllp.train import EpochRecord, Trainer
+from dllp.update import update_rows
 
 SIDE = 4
 NUM_DATA = 7
