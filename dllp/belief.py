@@ -14,6 +14,9 @@ from dllp.config import Config
 from dllp.errors import DllpError, NumericsError
 from dllp.gating import Budget, ChannelGating, WeightGating
 
+BINS = 10
+"""Equal parts of [0, 1] in which gates are counted."""
+
 
 class Belief:
     """The beliefs of n particles about U gates in L modules.
@@ -134,6 +137,16 @@ class Belief:
         if self.gating is None or self.keep is not None:
             return torch.zeros_like(self.log_d)
         return objective.undecided(self.logits.sigmoid())
+
+    def counts(self) -> list[list[int]]:
+        """(modules, BINS): how many gates of each module have a probability in each part, all particles together."""
+        if self.gating is None:
+            return []
+        theta = self.logits.sigmoid() if self.keep is None else self.keep.to(self.logits.dtype)
+        # sums of booleans are whole numbers and deterministic; a histogram on CUDA is not
+        parts = [self.gating.scales.module_sums(theta < (k + 1) / BINS).sum(0) for k in range(BINS - 1)]
+        total = self.gating.scales.module_sums(torch.ones_like(theta, dtype=torch.bool)).sum(0)
+        return torch.stack([*parts, total]).diff(dim=0, prepend=torch.zeros_like(total)[None]).T.tolist()
 
     def noise(self) -> Tensor:
         """(n,) variance 1/d^2 of the likelihood."""

@@ -85,6 +85,8 @@ def _check(trainer: Trainer, tensors: dict[str, Tensor], values: dict[str, Any])
     for record in values["history"]:
         for name, value in vars(EpochRecord(**record)).items():
             entries = value if isinstance(value, list) and "list" in str(hints[name]) else [value]
+            if name == "gates":
+                entries = [count for part in entries for count in (part if isinstance(part, list) else [part])]
             if not all(entry is None or isinstance(entry, (int, float, str)) for entry in entries):
                 raise ValueError(f"{name} in its history is of the wrong kind")
     shapes = {"keep": (torch.uint8, trainer.belief.logits.shape)}

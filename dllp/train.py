@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +34,10 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """What happened in one epoch; lists have one entry for each particle."""
+    """What happened in one epoch; lists have one entry for each particle.
+
+    `gates` counts the gates of each module by their probability, in equal parts of [0, 1], all particles together.
+    """
 
     epoch: int
     phase: Phase
@@ -49,6 +52,7 @@ class EpochRecord:
     noise: list[float]
     seconds: float
     engine: str
+    gates: list[list[int]] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -170,6 +174,7 @@ class Trainer(Step):
             noise=self.belief.noise().tolist(),
             seconds=seconds,
             engine=self.capture.state,
+            gates=self.belief.counts(),
         )
 
 
