@@ -15,6 +15,8 @@ from dllp import memory, progress, speed
 from dllp.cli import main
 from dllp.errors import ConfigError
 from dllp.export import inputs, write
+from dllp.speed import clock
+from dllp.structure import discover
 from dllp.zoo import build
 from tests.commands import one_line, short_run
 
@@ -24,8 +26,8 @@ SHAPE = (1, 8, 8)
 @pytest.fixture(autouse=True)
 def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three single calls for each network: what they take does not matter here."""
-    monkeypatch.setattr(speed, "SAMPLE", 0.0)
-    monkeypatch.setattr(speed, "FEWEST", 3)
+    monkeypatch.setattr(clock, "SAMPLE", 0.0)
+    monkeypatch.setattr(clock, "FEWEST", 3)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,7 @@ def test_command_measures_every_setting(run: Path, tmp_path: Path, capsys: pytes
             assert all(r["speedup"] is not None and r["share"] is not None for r in cpu[1:])
             assert cpu[0]["speedup"] is None and cpu[1]["bytes"] < cpu[0]["bytes"]
     assert any(r["runtime"] == speed.INT8 for r in rows)
-    assert all(0 < r["low"] <= r["median"] <= r["high"] and r["samples"] >= speed.FEWEST for r in rows)
+    assert all(0 < r["low"] <= r["median"] <= r["high"] and r["samples"] >= clock.FEWEST for r in rows)
     assert all(r["throughput"] == pytest.approx(r["batch"] / r["median"]) for r in rows)
     assert report["environment"]["onnxruntime"] and [layer["layer"] for layer in report["layers"]]
 
@@ -80,7 +82,7 @@ def test_share_of_the_flops_that_became_time() -> None:
 def test_calls_take_turns() -> None:
     order: list[str] = []
     samples = speed.interleaved([lambda: order.append("a"), lambda: order.append("b")], 0)
-    assert [len(part) for part in samples] == [speed.FEWEST] * 2
+    assert [len(part) for part in samples] == [clock.FEWEST] * 2
     assert "".join(order) == "aabb" + "abbaab"  # two calls of each to warm up, then rounds there and back
 
 
@@ -114,6 +116,24 @@ def test_layers_are_named_with_their_widths(result: dllp.Result) -> None:
     kept = [m.out_channels for m in pruned.network.modules() if isinstance(m, nn.Conv2d)]
     assert [layer.pruned_width for layer in found] == kept
     assert all(0 < layer.kept_macs <= 1 for layer in found)
+
+
+def test_a_brief_look_needs_no_export(result: dllp.Result) -> None:
+    dense, pruned = speed.subjects(result, SHAPE, round_to=1)
+    rows = speed.measure_torch([dense, pruned], SHAPE, batches=[1, 2], seconds=0)
+    assert [(r.network, r.batch) for r in rows] == [("dense", 1), ("pruned", 1), ("dense", 2), ("pruned", 2)]
+    assert rows[1].bytes < rows[0].bytes and rows[1].share is not None
+    found = speed.torch_layers(dense, pruned, SHAPE, batch=2, runs=2)
+    kept = {name: m for name, m in pruned.network.named_modules() if isinstance(m, (nn.Conv2d, nn.Linear))}
+    assert [layer.layer for layer in found] == list(kept)
+    total = sum(layer.kept_macs * macs for layer, macs in zip(found, _macs(dense.network), strict=True))
+    assert total == pytest.approx(pruned.macs)  # so the layers' shares are those of the whole
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in dense.network.modules())
+
+
+def _macs(network: nn.Module) -> list[float]:
+    """Multiply-accumulates of each layer for one example, as the run counts them."""
+    return [layer.macs for layer in discover(network, inputs(2, SHAPE)).layers]
 
 
 def test_lost_time_is_what_the_flops_do_not_explain() -> None:

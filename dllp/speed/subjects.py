@@ -1,0 +1,41 @@
+"""The networks of a run that are worth measuring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from dllp.api import Result
+from dllp.errors import ConfigError
+from dllp.export import inputs
+from dllp.speed.rows import DENSE, PRUNED, Subject
+from dllp.structure import discover
+from dllp.widths import kept_units, padded, rounded
+
+
+def subjects(result: Result, shape: tuple[int, ...], *, particle: int = 0, round_to: int = 8) -> list[Subject]:
+    """Dense and pruned network of a run; with lost channels also both ways to multiples of `round_to`."""
+    if not 0 <= particle < len(result.slabs):
+        raise ConfigError(f"there is no particle {particle + 1}: the run has {len(result.slabs)}")
+    slab = result.slabs[particle]
+    found = [Subject(DENSE, slab.reference, result.dense.macs)]
+    if not slab.recipe:
+        return [*found, Subject(PRUNED, slab.network, result.dense.macs)]
+    return [
+        *found,
+        Subject(PRUNED, slab.network, result.sizes[particle].macs),
+        *multiples(slab.reference, slab.recipe, shape, round_to),
+    ]
+
+
+def multiples(reference: nn.Module, recipe: Any, shape: tuple[int, ...], round_to: int) -> list[Subject]:
+    """The pruned network with dead channels added, and with the widths that `round_to` would have chosen."""
+    if round_to < 1:
+        raise ConfigError(f"round_to = {round_to}: a positive number of channels is needed")
+    if round_to == 1:
+        return []
+    structure = discover(reference, inputs(2, shape))
+    keep = kept_units(reference, structure, recipe)
+    ways = {f"padded to {round_to}": padded, f"rounded to {round_to}": rounded}
+    return [Subject(f"{PRUNED}, {name}", *way(reference, structure, keep, round_to)) for name, way in ways.items()]
