@@ -379,7 +379,8 @@ def test_every_job_has_its_line_and_its_files(results: Path, table: Table) -> No
     assert kept == {found["digest"] for (name, _), found in lines.items() if name in ("dense", "dllp-channel")}
     for digest in kept:
         versions, labels = store.probabilities(digest)
-        assert set(versions) == {"clean", *(f"gaussian-blur:{r}" for r in (1, 2, 3, 5)), "sharpen"}
+        corrupted = {"clean", *(f"gaussian-blur:{r}" for r in (1, 2, 3, 5)), "sharpen"}
+        assert set(versions) == corrupted | {"ood:noise", "ood:digits"} and versions["ood:digits"].shape[1] == 360
         assert (labels == np.arange(40) % 10).all()
         found = next(found for found in lines.values() if found["digest"] == digest)
         for p, figures in zip(versions["clean"], found["particles"], strict=True):

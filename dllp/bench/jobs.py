@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from dllp import metrics, zoo
 from dllp.api import Size, environment, find_device, prune, train_dense
 from dllp.bench.recipes import recipe
+from dllp.bench.store import OUTSIDE
 from dllp.config import Config
-from dllp.data import ArrayData, Dataset, holdout
+from dllp.data import ArrayData, Dataset, holdout, ood, stratified
 from dllp.data.corruptions import parse
 from dllp.posterior import Posterior
 from dllp.selection import select
@@ -30,9 +31,15 @@ from dllp.train import EpochRecord, Trainer
 Method = Literal["dense", "dllp", "thin", "magnitude", "random"]
 DERIVED = ("magnitude", "random")
 """Methods that cut the dense network of the same seed and train nothing themselves."""
+KEPT = ("dense", "dllp")
+"""Methods whose predictions are looked at on every version of the test set."""
 OnEpoch = Callable[[EpochRecord], None]
 OnStep = Callable[[Trainer], None]
 CORRUPTIONS = ("gaussian-blur:1,2,3,5", "sharpen")
+CLEAN = "clean"
+FAR = (ood.NOISE, "digits")
+MOST_OUTSIDE = 2000
+"""Inputs from elsewhere that are kept of each kind: areas under curves are good to a percent with them."""
 FLOPS_OF = {"dense": "the dense network", "channel": "the extracted network", "weight": "its non-zero weights"}
 MACHINE = ("device", "precision", "engine", "deterministic")
 """Fields of Config that say how something is computed, not what."""
@@ -49,6 +56,8 @@ class Job:
         keep: Fraction of the FLOPs that is kept; 1 for dense.
         validation: Number of training images held out and evaluated on instead of the test set: every choice of a
             hyperparameter is made this way.
+        fraction: Share of the training images that are used; epochs are as many more as there are fewer steps in one.
+        without: Classes that are left out of training and test, and kept as inputs from elsewhere.
         changes: Differences from the network's recipe.
     """
 
@@ -59,6 +68,8 @@ class Job:
     seed: int = 0
     epochs: int = 60
     validation: int = 0
+    fraction: float = 1.0
+    without: tuple[str, ...] = ()
     changes: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -117,16 +128,15 @@ class Runner:
 
     def run(self, job: Job) -> Outcome:
         """Train, evaluate, report."""
-        config = replace(job.config, **self.machine)
+        config = self.config(job)
         device = find_device(config.device)
-        train, test = self._split(job)
+        train, versions = self._split(job)
+        test = versions[CLEAN]
         trained = getattr(self, f"_{job.method}")(job, train, config)
-        full = job.method in ("dense", "dllp") and job.granularity == "channel" and not job.validation
-        versions = self.test_versions if full else {"clean": test}
         trained.posterior.to(device)
         probabilities = {name: members(trained.posterior, version, device) for name, version in versions.items()}
         trained.posterior.to("cpu")
-        clean, labels = probabilities["clean"], test.y.cpu()
+        clean, labels = probabilities[CLEAN], test.y.cpu()
         line = {
             **asdict(job),
             "digest": job.digest,
@@ -146,21 +156,46 @@ class Runner:
         }
         return Outcome(line, {name: p.numpy() for name, p in probabilities.items()}, labels.numpy())
 
+    def config(self, job: Job) -> Config:
+        """The job's configuration on this machine; a fraction of the data gets as many steps as all of it."""
+        config = replace(job.config, **self.machine)
+        if job.fraction == 1:
+            return config
+        sizes = (len(self.data.train), round(job.fraction * len(self.data.train)))
+        whole, part = (max(1, size // config.batch_size) for size in sizes)
+        factor = whole / part
+        return replace(config, epochs=max(1, round(config.epochs * factor)), warmup=config.warmup * factor)
+
     @cached_property
     def test_versions(self) -> dict[str, ArrayData]:
-        """The clean test set and its corrupted versions."""
+        """The clean test set and its corrupted versions, then inputs from elsewhere."""
         everything = [corruption for text in CORRUPTIONS for corruption in parse(text)]
-        return {"clean": self.data.test, **{c.name: c.apply_to(self.data.test) for c in everything}}
+        corrupted = {c.name: c.apply_to(self.data.test) for c in everything}
+        return {CLEAN: self.data.test, **corrupted, **self._far(self.data.test)}
 
-    def _split(self, job: Job) -> tuple[ArrayData, ArrayData]:
-        """Training and evaluation part; the held-out part is the same for every seed."""
+    def _far(self, test: ArrayData) -> dict[str, ArrayData]:
+        found = {name: ood.find(name, test) for name in FAR}
+        return {OUTSIDE + name: data.subset(range(min(len(data), MOST_OUTSIDE))) for name, data in found.items()}
+
+    def _split(self, job: Job) -> tuple[ArrayData, dict[str, ArrayData]]:
+        """Training data, and every version of the data to evaluate on; a held-out part is the same for every seed."""
+        train, test, versions = self.data.train, self.data.test, {CLEAN: self.data.test}
+        if job.without:
+            train, _ = ood.leave_out(train, self.data.classes, job.without)
+            test, left = ood.leave_out(test, self.data.classes, job.without)
+            versions = {CLEAN: test, OUTSIDE + ood.LEFT_OUT: left, **self._far(test)}
+        elif job.method in KEPT and job.granularity == "channel" and not job.validation:
+            versions = self.test_versions
         if job.validation:
-            return holdout(self.data.train, job.validation, seed=0)
-        return self.data.train, self.data.test
+            train, held = holdout(train, job.validation, seed=0)
+            versions = {CLEAN: held}
+        if job.fraction < 1:
+            train = train.subset(stratified(train.y.cpu(), round(job.fraction * len(train)), job.seed))
+        return train, versions
 
     def _network(self, job: Job) -> nn.Module:
         size = {"in_channels": self.data.in_channels, "image_size": self.data.image_size}
-        return zoo.build(job.network, self.data.num_classes, **size)
+        return zoo.build(job.network, self.data.num_classes - len(job.without), **size)
 
     # ---- methods
 

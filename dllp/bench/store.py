@@ -1,7 +1,8 @@
 """The results folder of a table: what is finished, in a form that a crash cannot spoil.
 
     runs.jsonl                  one line for each finished job, only ever appended to
-    probabilities/DIGEST.npz    (n, B, C) test probabilities on each version of the test set, and the labels (B,)
+    probabilities/DIGEST.npz    (n, B, C) test probabilities on each version of the test set, and the labels (B,);
+                                `ood:NAME` stands for inputs from elsewhere, as many as there are and without labels
 
 A job is named by its digest; what has a line is finished and is never run again.
 """
@@ -27,7 +28,7 @@ from dllp import artifacts, reading
 from dllp.data import npy
 from dllp.errors import ArtifactError
 
-RUNS, PROBABILITIES, LABELS = "runs.jsonl", "probabilities", "labels"
+RUNS, PROBABILITIES, LABELS, OUTSIDE = "runs.jsonl", "probabilities", "labels", "ood:"
 RUNS_BYTES, ARRAYS_BYTES, MOST_ARRAYS = 2**28, 2**31, 64
 
 
@@ -90,7 +91,8 @@ class Store:
             try:
                 stored = unpack(file)
                 labels = stored.pop(LABELS)
-                if not stored or any(value.shape[1] != len(labels) for value in stored.values()):
+                labelled = [value for name, value in stored.items() if not name.startswith(OUTSIDE)]
+                if not labelled or any(value.shape[1] != len(labels) for value in labelled):
                     raise ValueError("no probabilities for the labels")
             except Exception as error:  # a damaged archive can raise almost anything
                 way = f"remove its job's line from {RUNS}, and it runs again"

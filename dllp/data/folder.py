@@ -57,6 +57,15 @@ def arrays(
     return train, split.get("test", split.get("val", train)), split.get("val") if "test" in split else None, classes
 
 
+def flat(folder: Path, size: tuple[int, int]) -> torch.Tensor:
+    """(N, 3, H, W) uint8: every image of a folder and of the folders in it, resized to `size` = (H, W)."""
+    places = [folder, *sorted(p for p in _listed(folder) if p.is_dir() and not p.name.startswith("."))]
+    paths = [p for place in places for p in sorted(_listed(place)) if p.suffix.lower() in SUFFIXES]
+    if not paths:
+        raise DataError(f"{folder} holds no image ({', '.join(sorted(SUFFIXES))}): give another folder")
+    return _decode(folder, paths, (size[1], size[0]), resize=True)[0]
+
+
 def default_augment(x: torch.Tensor) -> Augment:
     """Colour images are cropped and flipped; grey ones may be writing, which a mirror makes wrong."""
     return "crop-flip" if x.shape[1] == 3 and min(x.shape[2:]) > PADDING else "none"

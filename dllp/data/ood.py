@@ -1,0 +1,93 @@
+"""Inputs from elsewhere, in the shape a network expects: noise, digits, another data set, classes left out of training.
+
+They have no labels that mean anything to the network; what is asked is whether its doubt sets them apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from dllp.data import load, names
+from dllp.data.arrays import ArrayData, generator
+from dllp.data.folder import flat
+from dllp.errors import ConfigError, DataError
+
+NOISE, LEFT_OUT = "noise", "left-out"
+
+
+def find(name: str, like: ArrayData, *, left_out: ArrayData | None = None, root: str | None = None) -> ArrayData:
+    """Inputs by name, in the shape of `like`.
+
+    Args:
+        name: `noise`, a data set that :func:`dllp.data.load` knows (its test split), `left-out`, or a folder: a data
+            set's, or one that just holds images.
+        like: The data that the network was made for.
+        left_out: What `left-out` stands for: examples of the classes that a run was not shown.
+        root: Where `cifar10` is looked for first.
+    """
+    if name == NOISE:
+        return noise(like)
+    if name == LEFT_OUT:
+        if left_out is None:
+            raise ConfigError("the run left no class out: train one with --leave-out NAME,... first")
+        return left_out
+    path = Path(name).expanduser()
+    if name in names() or (path / "train").is_dir() or (path / "test_x.npy").is_file():
+        return resized(load(name, root=root).test.x, like)
+    if path.is_dir():
+        return resized(flat(path, tuple(like.x.shape[2:])), like)
+    known = ", ".join((NOISE, *names(), LEFT_OUT))
+    raise ConfigError(f"unknown out-of-distribution data {name!r}: choose {known} or a folder of images")
+
+
+def noise(like: ArrayData, seed: int = 0) -> ArrayData:
+    """As many inputs as `like` has, every number uniform: over 0..255 for images, over its own range for floats."""
+    rng = generator(seed, 4)
+    if like.x.dtype == torch.uint8:
+        return unlabelled(like, torch.randint(0, 256, like.x.shape, generator=rng, dtype=torch.uint8))
+    low, high = float(like.x.min()), float(like.x.max())
+    return unlabelled(like, torch.rand(like.x.shape, generator=rng) * (high - low) + low)
+
+
+def resized(images: Tensor, like: ArrayData) -> ArrayData:
+    """uint8 images (N, 1 or 3, h, w) in the size and the channels of `like` (bilinear), normalised as its images are."""
+    shape = tuple(like.x.shape[1:])
+    if like.x.dtype != torch.uint8 or len(shape) != 3 or shape[0] not in (1, 3):
+        raise DataError(f"images cannot become inputs of shape {shape} and type {like.x.dtype}: use noise instead")
+    if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
+        raise DataError(f"inputs of shape {tuple(images.shape[1:])} and type {images.dtype} are no uint8 images")
+    channels, height, width = shape
+    out = np.empty((len(images), height, width, channels), np.uint8)
+    for i, pixels in enumerate(images.permute(0, 2, 3, 1).cpu().numpy()):
+        image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else np.ascontiguousarray(pixels))
+        image = image.convert("L" if channels == 1 else "RGB").resize((width, height), Image.Resampling.BILINEAR)
+        out[i] = np.asarray(image).reshape(height, width, channels)
+    return unlabelled(like, torch.from_numpy(out).permute(0, 3, 1, 2).contiguous())
+
+
+def unlabelled(like: ArrayData, x: Tensor) -> ArrayData:
+    """Inputs that are normalised as those of `like`; their labels are all zero and mean nothing."""
+    return replace(like, x=x, y=torch.zeros(len(x), dtype=torch.int64), augment="none")
+
+
+def leave_out(data: ArrayData, classes: tuple[str, ...], without: tuple[str, ...]) -> tuple[ArrayData, ArrayData]:
+    """(what stays, what is left out): examples of all other classes, relabelled 0.., and those of the named ones."""
+    unknown = [name for name in without if name not in classes]
+    if unknown:
+        raise ConfigError(f"there is no class {unknown[0]!r} to leave out: choose from {', '.join(classes)}")
+    if len(classes) - len(set(without)) < 2:
+        raise ConfigError(f"leaving out {', '.join(without)} leaves fewer than two classes: name fewer")
+    stays = torch.tensor([name not in without for name in classes])
+    kept = stays[data.y.cpu()]
+    relabel = stays.cumsum(0) - 1
+    inside = data.subset(kept.nonzero().flatten())
+    return (
+        replace(inside, y=relabel.to(inside.y.device)[inside.y]),
+        unlabelled(data, data.x[(~kept).nonzero().flatten().to(data.x.device)]),
+    )
