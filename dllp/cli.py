@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dllp import api, artifacts, evaluate, options, progress, pruning, shipping
+from dllp import api, artifacts, evaluate, options, progress, pruning, shipping, studying
 from dllp.bench import run as bench
 from dllp.bench import tables
 from dllp.bench.jobs import Runner
@@ -22,6 +22,7 @@ from dllp.errors import ConfigError, DllpError, Interrupted
 from dllp.posterior import Posterior
 from dllp.task import DENSE_FILE, SETTINGS, Task, as_trained, described, disk, subset
 
+STUDYING = {"analyze": studying.analyze}
 SHIPPING = {"export": shipping.export, "speed": shipping.speed}
 
 
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = ""
     try:
         command, given = options.parse(sys.argv[1:] if argv is None else argv)
-        {"prune": pruning.prune, "evaluate": _evaluate, "bench": _bench, **SHIPPING}[command](given)
+        {"prune": pruning.prune, "evaluate": _evaluate, "bench": _bench, **STUDYING, **SHIPPING}[command](given)
         return 0
     except KeyboardInterrupt as error:
         kept = "finished jobs are kept, the same command goes on" if command == "bench" else "nothing was written"

@@ -84,10 +84,16 @@ examples:
   dllp speed runs/demo --batch 1 16 64 --round-to 16 --json speed.json"""
 
 
+ANALYZE_EXAMPLES = """examples:
+  dllp analyze runs/demo
+  dllp analyze runs/demo --particle 2 --json shapes.json
+      every figure, every fit, and the densities for plots"""
+
+
 def parse(words: Iterable[str]) -> tuple[str, dict[str, Any]]:
     """The command, and what the user gave for it; nothing that was not given."""
     parser = _parser(
-        "prune, evaluate, export, speed, bench",
+        "prune, evaluate, analyze, export, speed, bench, methods",
         ABOUT,
         "`dllp COMMAND --help` explains a command and shows examples.",
         prog="dllp",
@@ -95,9 +101,11 @@ def parse(words: Iterable[str]) -> tuple[str, dict[str, Any]]:
     commands = parser.add_subcommands(dest="command", metavar="COMMAND", title="commands")
     commands.add_subcommand("prune", _prune(), help="train and prune a network in one run")
     commands.add_subcommand("evaluate", _evaluate(), help="measure the networks of a run folder")
+    commands.add_subcommand("analyze", _analyze(), help="say what a run did to the distribution of its weights")
     commands.add_subcommand("export", _export(), help="write a run's networks as ONNX or pt2")
     commands.add_subcommand("speed", _speed(), help="time the dense against the pruned network")
     commands.add_subcommand("bench", _bench(), help="measure a table of the paper")
+    commands.add_subcommand("methods", _methods(), help="list the methods of pruning, with paper and year")
     try:
         given = parser.parse_args([_dashed(word) for word in words], defaults=False)
     except argparse.ArgumentError as error:
@@ -248,6 +256,21 @@ def _speed() -> ArgumentParser:
     return parser
 
 
+def _analyze() -> ArgumentParser:
+    about = "Describe the weights of a run: before pruning, the kept part, the removed part; each layer and together."
+    parser = _parser("analyze DIR", about, ANALYZE_EXAMPLES)
+    _folder(parser)
+    parser.add_argument("--json", type=str, metavar="FILE", help="File for every figure, with densities for plots.")
+    parser.add_argument("--quiet", action="store_true", help="Print nothing but errors.")
+    return parser
+
+
+def _methods() -> ArgumentParser:
+    parser = _parser("methods", "List the methods of pruning that `dllp prune --method` knows.", "")
+    parser.add_argument("--json", type=str, metavar="FILE", help="File for the list.")
+    return parser
+
+
 def _trust(group: Any) -> None:
     group.add_argument("--trust-imports", action="store_true", help="Import the network that a settings file names.")
 
@@ -333,13 +356,13 @@ def _plain(message: str) -> str:
     if unknown:
         options = [
             flag
-            for parser in (_prune(), _evaluate(), _export(), _speed(), _bench())
+            for parser in (_prune(), _evaluate(), _analyze(), _export(), _speed(), _bench(), _methods())
             for flag in parser._option_string_actions
         ]
         return f"unknown option {unknown[1]}{_near(unknown[1], options)}"
     key = re.match(r'Parser key "(\w+)"(?: element \d+)?:', message)
     if not key:
-        message = re.sub(r"(evaluate|export|speed)\.folder", "the run folder", message)
+        message = re.sub(r"(evaluate|analyze|export|speed)\.folder", "the run folder", message)
         return message.replace("bench.name", "the table's name").replace("export.out", "--out FILE")
     kinds: list[str] = re.findall(r"Expected an? (typing\.Literal\[.*?\]|<class '\w+'>)", message)
     words = [_KINDS.get(kind) or kind.removeprefix("typing.Literal").strip("[]").replace("'", "") for kind in kinds]

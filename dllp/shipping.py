@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from dllp import api, artifacts, options, progress, pruning
 from dllp import export as exporting
@@ -25,7 +27,7 @@ def export(given: dict[str, Any]) -> None:
     format = given.get("format", "onnx")
     if format == "onnx":
         exporting.require_onnx()
-    result, shape = _open(given)
+    result, shape, _ = open_run(given)
     done = exporting.export(
         result,
         given["out"],
@@ -44,7 +46,7 @@ def export(given: dict[str, Any]) -> None:
 def speed(given: dict[str, Any]) -> None:
     """Time, memory and bytes of the dense and the extracted network."""
     exporting.require_onnx()
-    result, shape = _open(given)
+    result, shape, _ = open_run(given)
     round_to, batches = given.get("round_to", options.ROUND_TO), given.get("batch", [1, 64])
     found = measuring.subjects(result, shape, particle=given.get("particle", 1) - 1, round_to=round_to)
     with progress.status(given.get("quiet", False)) as tell:
@@ -84,8 +86,8 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-def _open(given: dict[str, Any]) -> tuple[api.Result, tuple[int, ...]]:
-    """A finished run and the shape of one of its inputs; its data is not read."""
+def open_run(given: dict[str, Any]) -> tuple[api.Result, tuple[int, ...], Callable[[], nn.Module]]:
+    """A finished run, the shape of one of its inputs, and what makes its network; its data is not read."""
     folder = Path(given["folder"])
     run = artifacts.read_run(folder)
     stored = options.read(artifacts.member(folder, SETTINGS)) if (folder / SETTINGS).exists() else {}
@@ -105,4 +107,4 @@ def _open(given: dict[str, Any]) -> tuple[api.Result, tuple[int, ...]]:
     result = api.load(folder, task.network(*sizes, seed=0))
     if known:
         result.info["data"] = known
-    return result, shape
+    return result, shape, lambda: task.network(*sizes, seed=0)

@@ -1,0 +1,123 @@
+"""What a run did to its weights: before pruning, the kept part and the removed part, layer by layer and together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from dllp import distribution
+from dllp.api import Result
+from dllp.errors import ArtifactError, ConfigError
+from dllp.extract import Slab
+from dllp.particles import Layout, kept_coordinates
+
+Array = NDArray[np.float64]
+PARTS = ("before", "kept", "removed")
+WHOLE = "whole"
+LIMIT = 4.0
+"""Densities reach this many standard deviations of the weights before pruning."""
+KINDS = (nn.modules.conv._ConvNd, nn.Linear)
+
+
+def analyze(result: Result, particle: int = 0, dense: nn.Module | None = None) -> dict[str, Any]:
+    """The report of one particle, ready for JSON.
+
+    Args:
+        result: A run.
+        particle: Which one, from 0.
+        dense: The network whose standardised weights are the reference; by default the particle's own M_0.
+    """
+    if not 0 <= particle < len(result.slabs):
+        raise ConfigError(f"the run has no particle {particle + 1}: choose from 1 to {len(result.slabs)}")
+    slab = result.slabs[particle]
+    parts = split(slab)
+    if not parts:
+        raise ArtifactError("the run holds no convolution or linear weights: there is nothing to analyse")
+    reference = weights(dense if dense is not None else slab.reference)
+    named = {"particle": particle + 1, "granularity": result.config.granularity, "weights": "M_0 before, M_p kept"}
+    return {**named, "reference": "M_0" if dense is None else "dense", **study(parts, reference)}
+
+
+def weights(network: nn.Module) -> dict[str, Array]:
+    """The weights (m,) of every convolution and linear module."""
+    modules = ((name, module) for name, module in network.named_modules() if isinstance(module, KINDS))
+    return {name: module.weight.detach().double().cpu().numpy().ravel() for name, module in modules}
+
+
+def split(slab: Slab) -> dict[str, dict[str, Array]]:
+    """Layer -> its weights before pruning (M_0), those kept (in M_p) and those removed (in M_0)."""
+    before, after = weights(slab.reference), weights(slab.network)
+    if slab.gated:
+        names = [name.removesuffix(".weight") for name in slab.gated]
+        masks = {name: after[name] != 0 for name in names}
+        return {name: _parts(before[name], after[name][mask], mask) for name, mask in masks.items()}
+    layout = Layout(slab.reference)
+    coordinates = kept_coordinates(slab.reference, layout, slab.recipe)
+    masks = {name: layout.segments[f"{name}.weight"].view(coordinates).numpy().ravel() for name in before}
+    return {name: _parts(before[name], after[name], mask) for name, mask in masks.items()}
+
+
+def _parts(before: Array, kept: Array, mask: NDArray[np.bool_]) -> dict[str, Array]:
+    return {"before": before, "kept": kept, "removed": before[~mask]}
+
+
+def study(parts: Mapping[str, Mapping[str, Array]], reference: Mapping[str, Array]) -> dict[str, Any]:
+    """Layer -> part -> (m,) weights, and the reference's -> figures, densities, and both for all layers together."""
+    pooled = {part: distribution.pooled([layer[part] for layer in parts.values()]) for part in PARTS}
+    known = [reference[name] for name in parts if name in reference]
+    everything = {**parts, WHOLE: pooled}
+    references = {**reference, WHOLE: distribution.pooled(known)}
+    shapes, densities = {}, {}
+    for name, layer in everything.items():
+        limit = LIMIT * (float(layer["before"].std()) or 1.0)
+        found = {part: distribution.describe(layer[part], references.get(name)) for part in PARTS}
+        shapes[name] = {part: None if shape is None else asdict(shape) for part, shape in found.items()}
+        densities[name] = {
+            "limit": limit,
+            **{part: distribution.density(layer[part], limit) for part in PARTS},
+        }
+    return {WHOLE: shapes.pop(WHOLE), "layers": shapes, "densities": densities}
+
+
+# ---- as text
+
+COLUMNS = {
+    "count": "{:,}", "std": "{:.4f}", "near_zero": "{:.2f}", "kurtosis": "{:.2f}", "ks": "{:.3f}", "dip_p": "{:.2f}",
+    "wasserstein": "{:.3f}",
+}  # fmt: skip
+HEADERS = ("layer", "part", "weights", "std", "near zero", "kurtosis", "KS", "dip p", "Wasserstein", "best law")
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """The report's figures as a table; all layers together come first, standardised."""
+    rows: list[Sequence[str]] = [HEADERS]
+    for name, shapes in {WHOLE: report[WHOLE], **report["layers"]}.items():
+        rows += [_row(name, part, shapes[part]) for part in PARTS if shapes[part] is not None]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [_aligned(row, widths) for row in rows]
+    note = (
+        "near zero: weights within a tenth of a standard deviation, over what a Gaussian has there (1: as a Gaussian; "
+        "0: cut away).\nKS: distance to the Gaussian of the same mean and deviation. dip p: below 0.05 there is more "
+        f"than one mode.\nWasserstein: to the weights of {report['reference']}, standardised. best law: of the "
+        "magnitudes, by likelihood. whole: layers standardised, then pooled."
+    )
+    return "\n".join([*aligned, "", note])
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
+    """Names to the left, numbers to the right."""
+    cells = zip(row, widths, strict=True)
+    return "  ".join(cell.rjust(w) if 2 <= i < 9 else cell.ljust(w) for i, (cell, w) in enumerate(cells)).rstrip()
+
+
+def _row(name: str, part: str, shape: Mapping[str, Any]) -> list[str]:
+    cells = ["–" if shape[key] is None else form.format(shape[key]) for key, form in COLUMNS.items()]
+    fits = shape["fits"]
+    best = max(fits, key=lambda law: fits[law]["log_likelihood"]) if fits else ""
+    law = f"{best.replace('_', ' ')} (KS {fits[best]['ks']:.3f})" if best else "–"
+    return [name, part, *cells, law]

@@ -1,0 +1,85 @@
+"""What a run did to its weights: the parts partition them, the report says it, and `dllp analyze` prints it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import dllp
+from dllp import analysis, api
+from dllp.cli import main
+from dllp.errors import ConfigError
+from dllp.zoo.small import small_cnn
+from tests.commands import one_line
+
+
+def result(granularity: str, **changes: object) -> api.Result:
+    data = (torch.randn(64, 1, 8, 8), torch.arange(64) % 10)
+    values = {"keep_params": 0.4, "granularity": granularity, "particles": 1, "epochs": 1, "batch_size": 32}
+    return dllp.prune(small_cnn(), data, dllp.Config(**{**values, **changes}))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("granularity", ["weight", "channel"])
+def test_kept_and_removed_are_what_was_before(granularity: str) -> None:
+    run = result(granularity)
+    parts = analysis.split(run.slabs[0])
+    assert list(parts) == ["conv1", "conv2", "conv3"] + ["classifier"] * (granularity == "channel")
+    reference = dict(run.reference.named_parameters())
+    total = 0
+    for name, layer in parts.items():
+        assert np.array_equal(layer["before"], reference[f"{name}.weight"].detach().numpy().ravel().astype(float))
+        assert len(layer["kept"]) + len(layer["removed"]) == len(layer["before"])
+        # M_0 is the slab as trained to the end, so that the parts are its own weights
+        together = np.sort(np.concatenate([layer["kept"], layer["removed"]]))
+        assert np.array_equal(together, np.sort(layer["before"]))
+        total += len(layer["kept"])
+    kept = sum(int((w != 0).sum()) for k, w in run.model.named_parameters() if k.removesuffix(".weight") in parts)
+    assert total == kept
+
+
+def test_a_hard_cut_is_told_from_a_gaussian() -> None:
+    random = np.random.default_rng(0)
+    parts, reference = {}, {}
+    for name, scale in (("a", 0.01), ("b", 3.0)):
+        w = scale * random.normal(size=20_000)
+        keep = np.abs(w) > np.quantile(np.abs(w), 0.8)
+        parts[name] = {"before": w, "kept": w[keep], "removed": w[~keep]}
+        reference[name] = scale * random.normal(size=20_000)
+    report = analysis.study(parts, reference)
+    whole = report["whole"]
+    assert whole["before"]["near_zero"] == pytest.approx(1, abs=0.05) and abs(whole["before"]["kurtosis"]) < 0.1
+    assert whole["kept"]["near_zero"] == 0 and whole["kept"]["dip_p"] == 0
+    assert whole["kept"]["wasserstein"] > 10 * whole["before"]["wasserstein"]
+    assert report["layers"]["a"]["kept"]["count"] == 4000
+    densities = report["densities"]["b"]
+    assert densities["limit"] == pytest.approx(12, rel=0.02)
+    assert densities["kept"][50] == 0 < densities["removed"][50], "the bin at zero lost everything"
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+    lines = analysis.text({**report, "reference": "dense"}).splitlines()
+    assert lines[0].split()[:2] == ["layer", "part"] and lines[1].startswith("whole  before") and len(lines) > 10
+
+
+def test_a_particle_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="no particle 2: choose from 1 to 1"):
+        analysis.analyze(result("weight"), 1)
+
+
+def test_the_command_reads_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, target = tmp_path / "run", tmp_path / "shapes.json"
+    short = ["--particles", "1", "--epochs", "1", "--keep-params", "0.5", "--granularity", "weight", "--quiet"]
+    assert main(["prune", "--out", str(out), *short]) == 0
+    assert main(["analyze", str(out), "--json", str(target)]) == 0
+    assert "near zero" in capsys.readouterr().out
+    report = json.loads(target.read_text())
+    assert report["reference"] == "dense" and report["layers"]["conv2"]["kept"]["count"] > 0
+    assert main(["analyze", str(out), "--particle", "2"]) == 2
+    one_line(capsys, "no particle 2")
+    (out / "particle-0.safetensors").unlink()
+    assert main(["analyze", str(out)]) == 2
+    one_line(capsys, "particle-0.safetensors is missing")
+    assert main(["analyze", str(tmp_path / "nothing")]) == 2
+    one_line(capsys)
