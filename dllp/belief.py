@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dllp import gates, objective, priors
-from dllp.config import Config
+from dllp.config import SPIKE_AND_SLAB, Config
 from dllp.errors import DllpError, NumericsError
 from dllp.gating import Budget, ChannelGating, WeightGating
 
@@ -49,6 +49,7 @@ class Belief:
         self.budget: Budget = "params" if config.keep_params is not None else "flops"
         self.target = config.keep_params if config.keep_params is not None else config.keep_flops
         self.spike = float(config.epsilon or 0)
+        self.other = None if config.prior == SPIKE_AND_SLAB else priors.chosen(config)
         gated = units if config.prior_strength == "tempered" else 1
         self.strength = 1 / max(num_data, gated)
         # the prior pushes a gate by beta / N, the budget by about 1 / U: it must be able to hold against it
@@ -74,6 +75,11 @@ class Belief:
     def prior_pulls(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """(n, P) -> the pull of slab and spike on each unit's coordinates, (n, U) each; sets the slab's gradient."""
         scales = self._gating.scales
+        if self.other is not None:
+            prior, parameters = self.other
+            scores = prior.unit_scores(scales.of(rows), scales.lengths, *parameters)
+            pull = self.strength * scales.pulls(rows, scores)
+            return pull, torch.zeros_like(pull)
         self.prior = (scales.of(rows), self.logits, scales.spread(self.log_slab).exp(), self.spike)
         slab_gradient = scales.module_sums(priors.log_slab_score(*self.prior))
         self.d_slab.copy_(slab_gradient).mul_(-self.config.beta * self.strength)
@@ -83,7 +89,7 @@ class Belief:
     def gate_gradient(self, z: Tensor, through: Tensor, temperature: Tensor, ramp: Tensor) -> None:
         """Set the logits' gradient from the loss's gradient in the sampled gates (n, U), the prior and the budget."""
         self.logits.grad = self.d_logits
-        prior = priors.gate_score(*self.prior)
+        prior = priors.gate_score(*self.prior) if self.other is None else torch.zeros_like(z)
         energy = self._budget_gradient(ramp)
         self.d_logits.copy_(through * z * (1 - z) / temperature - self.config.beta * self.strength * prior + energy)
         if self.target is not None:

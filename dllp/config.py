@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from dllp.errors import ConfigError
 
 Granularity = Literal["channel", "weight"]
+SPIKE_AND_SLAB = "spike_and_slab"
 MOST_PARTICLES = 4096
 
 
@@ -45,6 +46,11 @@ class Config:
         beta: Weight of the Stein term in the objective (equation 13), the paper's only hyperparameter.
         bandwidth: `median`, `paper` (h = log 2) or a positive number.
         blocks: One kernel for each `module`, for `all` weights together, or for each `coordinate`.
+        prior: What the weights are believed to be: `spike_and_slab` (equation 10), or a prior of older methods, under
+            which gates follow loss and budget alone: `laplace` (l1), `gaussian` (l2), `polarization` or `hoyer`.
+        prior_scale: Width of such a prior: the scale b of Laplace, the std of Gaussian, a of polarization, 1 over the
+            strength of Hoyer. The smaller, the stronger.
+        polarization: t of the polarization prior (equation 6): at 1.2 small and large factors part.
         epsilon: Root precision of the spike.
         slab: Initial root precision of the slab, learned per module within `slab_bounds`.
         slab_bounds: Bounds of the learned slab precision; they keep joint MAP of weights and slab bounded.
@@ -92,6 +98,9 @@ class Config:
     beta: float = 0.1
     bandwidth: Literal["median", "paper"] | float = "median"
     blocks: Literal["module", "all", "coordinate"] = "module"
+    prior: Literal["spike_and_slab", "laplace", "gaussian", "polarization", "hoyer"] = SPIKE_AND_SLAB
+    prior_scale: float = 0.05
+    polarization: float = 1.2
     epsilon: float | None = None
     slab: float = 20.0
     slab_bounds: tuple[float, float] | None = None
@@ -137,7 +146,7 @@ class Config:
         for name in ("particles", "epochs", "batch_size", "round_to"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: at least 1 is needed")
-        for name in ("lr", "lr_gates", "lr_scales", "slab", "tau_start", "tau_end"):
+        for name in ("lr", "lr_gates", "lr_scales", "slab", "tau_start", "tau_end", "prior_scale", "polarization"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} = {getattr(self, name)}: a positive number is needed")
         for name in ("beta", "lr_end", "warmup", "jitter", "gap_penalty", "dual_step", "patience"):

@@ -46,6 +46,12 @@ class Scales:
             return rows[:, self.coordinates[:, 0]]
         return (rows[:, self.coordinates].square().sum(-1) / self.count).sqrt()
 
+    def pulls(self, rows: Tensor, scores: Tensor) -> Tensor:
+        """(n, U) scores of the scales -> (n, U) pulls: a coordinate's own score is minus the pull times its value."""
+        scale = self.of(rows)
+        # where a scale is 0 its coordinates are 0 too, and whatever the pull is they stay
+        return -scores * scale / (self.count * scale.square().clamp_min(1e-24))
+
     def module_sums(self, values: Tensor) -> Tensor:
         """(n, U) -> (n, modules): sums over each module's units, without atomics."""
         return torch.stack([part.sum(1) for part in values.split(self.lengths, dim=1)], dim=1)

@@ -7,13 +7,17 @@ tensors or floats; nothing here reads a value back to the host.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
+
+from dllp.config import SPIKE_AND_SLAB, Config
+from dllp.errors import ConfigError
 
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
@@ -155,15 +159,37 @@ class Prior:
         name: Key in :data:`PRIORS`.
         log_prob: Log density; elementwise where `separable`, a scalar up to a constant otherwise.
         score: Closed-form gradient of the summed `log_prob` in the values.
+        parameters: Names of the parameters, in order.
         proper: Whether `log_prob` is normalised.
-        separable: Whether the density is a product over elements.
+        scope: What the density is a product over: `element`s, the `module`s of a network, or nothing (`network`).
     """
 
     name: str
     log_prob: Callable[..., Tensor]
     score: Callable[..., Tensor]
+    parameters: tuple[str, ...]
     proper: bool
-    separable: bool
+    scope: Literal["element", "module", "network"] = "element"
+
+    @property
+    def separable(self) -> bool:
+        """Whether the density is a product over elements."""
+        return self.scope == "element"
+
+    def check(self, *parameters: float) -> None:
+        """Raise unless there are as many parameters as the prior has, all positive and finite."""
+        if len(parameters) != len(self.parameters):
+            raise ConfigError(f"prior {self.name} has {' and '.join(self.parameters)}: {len(parameters)} were given")
+        for name, value in zip(self.parameters, parameters, strict=True):
+            if not 0 < value < math.inf:
+                raise ConfigError(f"prior {self.name}: {name} = {value}: a positive number is needed")
+
+    def unit_scores(self, values: Tensor, lengths: Sequence[int], *parameters: Tensor | float) -> Tensor:
+        """(n, U) values in modules of `lengths` units -> (n, U): each network's own score."""
+        if self.scope == "element":
+            return self.score(values, *parameters)
+        parts = values.split(list(lengths), dim=1) if self.scope == "module" else [values]
+        return torch.cat([torch.stack([self.score(row, *parameters) for row in part]) for part in parts], dim=1)
 
 
 def _negated(energy: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -177,11 +203,19 @@ PRIORS: Mapping[str, Prior] = MappingProxyType(
     {
         prior.name: prior
         for prior in (
-            Prior("spike_and_slab", spike_and_slab_log_prob, spike_and_slab_score, proper=True, separable=True),
-            Prior("laplace", laplace_log_prob, laplace_score, proper=True, separable=True),
-            Prior("gaussian", gaussian_log_prob, gaussian_score, proper=True, separable=True),
-            Prior("polarization", _negated(polarization_energy), polarization_score, proper=False, separable=False),
-            Prior("hoyer", _negated(hoyer_energy), hoyer_score, proper=False, separable=False),
+            Prior(SPIKE_AND_SLAB, spike_and_slab_log_prob, spike_and_slab_score, ("logit", "slab", "spike"), True),
+            Prior("laplace", laplace_log_prob, laplace_score, ("scale",), True),
+            Prior("gaussian", gaussian_log_prob, gaussian_score, ("std",), True),
+            Prior("polarization", _negated(polarization_energy), polarization_score, ("t", "a"), False, "network"),
+            Prior("hoyer", _negated(hoyer_energy), hoyer_score, ("strength",), False, "module"),
         )
     }
 )
+
+
+def chosen(config: Config) -> tuple[Prior, tuple[float, ...]]:
+    """The prior that replaces spike-and-slab in a run, and its parameters: Section 3.1 as one line of configuration."""
+    prior, width = PRIORS[config.prior], config.prior_scale
+    parameters = {"polarization": (config.polarization, width), "hoyer": (1 / width,)}.get(prior.name, (width,))
+    prior.check(*parameters)
+    return prior, parameters
