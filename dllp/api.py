@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from dllp.data import load as load_data
 from dllp.errors import ArtifactError, ConfigError, DataError, NumericsError, StructureError
 from dllp.extract import Slab, extract
 from dllp.gating import ChannelGating, FilterFn, WeightGating
-from dllp.objective import Task
 from dllp.particles import Particles
 from dllp.posterior import Posterior
 from dllp.slicing import cut
@@ -180,7 +179,7 @@ def _prepare(
     batches = as_batches(data, config, find_device(config.device))
     example, targets = example_of(batches)
     structure = discover(model, example, filter_fn=filter_fn)
-    check_targets(model, batches, config.task, example, targets)
+    check_targets(model, batches, config, example, targets)
     return batches, example, structure
 
 
@@ -260,7 +259,7 @@ def collect(trainer: Trainer, structure: Structure, example: Tensor) -> Result:
     return Result(
         config=trainer.config,
         slabs=slabs,
-        posterior=Posterior([slab.network for slab in slabs], noise, trainer.config.task),
+        posterior=posterior_of([slab.network for slab in slabs], noise, trainer.config),
         history=[record.as_dict() for record in trainer.history],
         dense=dense,
         sizes=sizes,
@@ -274,6 +273,11 @@ def collect(trainer: Trainer, structure: Structure, example: Tensor) -> Result:
         whole=dict(structure.whole),
         info=environment(trainer.particles.device),
     )
+
+
+def posterior_of(networks: Sequence[nn.Module], noise: Tensor, config: Config) -> Posterior:
+    """Networks that were trained by `config`, and the noise (n,) of each, as a posterior."""
+    return Posterior(networks, noise, config.task, head=config.noise == "input")
 
 
 def load(folder: str | Path, model: nn.Module) -> Result:
@@ -301,7 +305,7 @@ def load(folder: str | Path, model: nn.Module) -> Result:
             raise ArtifactError(f"{folder / artifacts.RUN}: {error}") from None
         artifacts.read_network(folder / f"particle-{i}.safetensors", network)
         slabs.append(Slab(network, reference, recipe, gated, gates["keep"][i].bool()))
-    posterior = Posterior([slab.network for slab in slabs], noise, config.task)
+    posterior = posterior_of([slab.network for slab in slabs], noise, config)
     return Result(config, slabs, posterior, dense=dense, sizes=sizes, gates=gates, **rest)
 
 
@@ -347,9 +351,10 @@ def example_of(batches: Batches | LoaderBatches) -> tuple[Tensor, Tensor]:
 
 
 def check_targets(
-    model: nn.Module, batches: Batches | LoaderBatches, task: Task, example: Tensor, targets: Tensor
+    model: nn.Module, batches: Batches | LoaderBatches, config: Config, example: Tensor, targets: Tensor
 ) -> None:
     """Targets must fit the task and the network's outputs; discover() has shown that it takes the inputs."""
+    task, head = config.task, int(config.noise == "input")
     if targets.is_floating_point() != (task == "regression"):
         other = "regression" if task == "classification" else "classification"
         raise DataError(f"task = {task} does not fit labels of type {targets.dtype}: use task = {other}")
@@ -360,13 +365,21 @@ def check_targets(
     if not isinstance(outputs, Tensor) or outputs.dim() < 2:
         raise StructureError("the network must return one tensor of shape (batch, outputs)")
     if task == "regression":
-        found, wanted = outputs[0].numel(), targets[0].numel()
+        found, wanted = outputs[0].numel() - head, targets[0].numel()
         if found != wanted:
-            raise DataError(f"the network gives {found} outputs but the data has {wanted} targets: both must agree")
+            besides = " besides that for log d(x)" if head else ""
+            raise DataError(
+                f"the network gives {found} outputs{besides} but the data has {wanted} targets: both must agree"
+            )
     elif isinstance(batches, LoaderBatches):
-        batches.num_classes = outputs.shape[1]
+        batches.num_classes = outputs.shape[1] - head
+    elif head and int(batches.data.y.max()) + 1 >= outputs.shape[1]:
+        raise DataError(
+            f"noise = input needs one output more than there are classes, the last for log d(x): the network gives "
+            f"{outputs.shape[1]} outputs for {int(batches.data.y.max()) + 1} classes"
+        )
     else:
-        validate(batches.data, outputs.shape[1])
+        validate(batches.data, outputs.shape[1] - head)
 
 
 def make_gating(

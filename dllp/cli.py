@@ -19,8 +19,7 @@ from dllp.bench.store import Store
 from dllp.data import load as load_data
 from dllp.data.corruptions import parse as parse_corruption
 from dllp.errors import ConfigError, DllpError, Interrupted
-from dllp.posterior import Posterior
-from dllp.task import DENSE_FILE, SETTINGS, Task, as_trained, described, disk, subset
+from dllp.task import DENSE_FILE, SETTINGS, Task, as_trained, described, disk, outputs, subset
 
 STUDYING = {"analyze": studying.analyze}
 SHIPPING = {"export": shipping.export, "speed": shipping.speed}
@@ -68,13 +67,14 @@ def _evaluate(given: dict[str, Any]) -> None:
         data = task.load(stored.get("seed", 0), bar)
     test = as_trained(data, known) if other else data.test
     sizes = [known.get(name, getattr(data, name)) for name in ("num_classes", "in_channels", "image_size")]
+    sizes[0] = outputs(run, sizes[0])
     task.check_network(folder, *sizes)
     result = api.load(folder, task.network(*sizes, seed=0))
     dense = None
     if (folder / DENSE_FILE).exists():
         network = task.network(*sizes, seed=0).eval()
         artifacts.read_network(folder / DENSE_FILE, network)
-        dense = Posterior([network], torch.tensor([known.get("dense_noise", torch.nan)]), result.config.task)
+        dense = api.posterior_of([network], torch.tensor([known.get("dense_noise", torch.nan)]), result.config)
     if "subset" in given:
         test = subset(test, given["subset"], result.config.seed)
     corruptions = [c for text in given.get("corrupt", ()) for c in parse_corruption(text, result.config.seed)]

@@ -42,6 +42,8 @@ class Config:
         on_nan: What to do when a number breaks: `stop`, or `rollback` to the last checkpoint with half the lr.
         deterministic: Ask for deterministic kernels on CUDA (CPU runs always are).
         task: `classification` (cross-entropy) or `regression` (squared error).
+        noise: `constant` learns one noise level 1/d^2 for each network, `input` one for each input, 1/d(x)^2: the
+            network then has one output more than there are classes or targets, and the last one is log d(x).
         likelihood: `categorical` shares the cross-entropy (one backward), `gaussian` is equation 9 to the letter.
         beta: Weight of the Stein term in the objective (equation 13), the paper's only hyperparameter.
         bandwidth: `median`, `paper` (h = log 2) or a positive number.
@@ -94,6 +96,7 @@ class Config:
     on_nan: Literal["stop", "rollback"] = "stop"
 
     task: Literal["classification", "regression"] = "classification"
+    noise: Literal["constant", "input"] = "constant"
     likelihood: Literal["categorical", "gaussian"] | None = None
     beta: float = 0.1
     bandwidth: Literal["median", "paper"] | float = "median"
@@ -168,6 +171,10 @@ class Config:
             raise ConfigError(f"bandwidth = {self.bandwidth}: a positive number, median or paper is needed")
         if self.task == "regression" and self.likelihood == "categorical":
             raise ConfigError("likelihood = categorical needs task = classification: use gaussian for regression")
+
+    def outputs(self, wanted: int) -> int:
+        """Outputs that a network needs for so many classes or targets."""
+        return wanted + (self.noise == "input")
 
     def resolved(self) -> Config:
         """The same configuration with every `None` that depends on task or granularity filled in."""

@@ -43,7 +43,8 @@ def estimator_variance(s2: Number, a2: Number, b2: Number, n: int = 1) -> Number
 def map_estimator_variance(s2: Number, a2: Number) -> Number:
     """(...) -> (...): variance a2^2 / (a2 + s2) of the estimator (16) itself from one observation.
 
-    Not what the paper's efficiencies divide by: shrinking to the prior mean makes it smaller even than the bound.
+    Not what the paper's efficiencies divide by. Shrinking to the prior mean makes it smaller even than the bound s2
+    as long as a2 < 1.618 s2 (the golden ratio); beyond, the spread of f itself outweighs that.
     """
     return a2 * a2 / (a2 + s2)
 
@@ -80,25 +81,28 @@ class Components:
     residual: Tensor
 
 
-def estimate_components(member_probabilities: Tensor, labels: Tensor) -> Components:
-    """(n, B, C), (B,) -> scalars: model variance and observation noise of n particles on B labelled examples.
+def estimate_components(members: Tensor, targets: Tensor) -> Components:
+    """(n, B, C), (B,) or (B, C) -> scalars: model variance and observation noise of n particles on B examples.
+
+    Integer targets (B,) are classes and members their probabilities; floating-point ones belong to a regression.
 
     a2 is the variance over particles with n - 1 in the denominator, averaged over examples and classes. The residual
     is the squared distance of the mean prediction to the one-hot label, averaged the same way (Brier/C). That mean
     still carries a2/n, hence s2 = residual - a2/n, not below 0. Then s2 + a2 is the average of the members' own
     Brier/C wherever s2 > 0.
     """
-    if member_probabilities.dim() != 3 or labels.shape != member_probabilities.shape[1:2]:
+    classification = not targets.is_floating_point()
+    if members.dim() != 3 or targets.shape != members.shape[1 : 2 if classification else 3]:
         raise DataError(
-            f"probabilities {tuple(member_probabilities.shape)} and labels {tuple(labels.shape)}: "
-            "give (particles, examples, classes) and (examples,)"
+            f"predictions {tuple(members.shape)} and targets {tuple(targets.shape)}: "
+            "give (particles, examples, outputs) and (examples,), or (examples, outputs) for a regression"
         )
-    n, _, classes = member_probabilities.shape
+    n, _, outputs = members.shape
     if n < 2:
         raise ConfigError("the model variance of one particle cannot be estimated: use particles >= 2")
-    onehot = torch.nn.functional.one_hot(labels, classes).to(member_probabilities.dtype)
-    residual = (onehot - member_probabilities.mean(0)).square().mean()
-    a2 = member_probabilities.var(0, correction=1).mean()
+    wanted = torch.nn.functional.one_hot(targets, outputs) if classification else targets
+    residual = (wanted.to(members.dtype) - members.mean(0)).square().mean()
+    a2 = members.var(0, correction=1).mean()
     return Components(s2=(residual - a2 / n).clamp_min(0), a2=a2, residual=residual)
 
 

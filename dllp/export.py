@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dllp import artifacts
 from dllp.api import Result
 from dllp.errors import ConfigError, ExportError
+from dllp.objective import split_noise
 from dllp.posterior import decompose
 from dllp.structure import discover
 from dllp.widths import kept_units, padded
@@ -38,7 +39,8 @@ class Exported:
 
     Attributes:
         path, format, bytes: The file.
-        outputs: Names of its outputs: `logits` or `output` of one particle, :data:`TOGETHER` of the posterior.
+        outputs: Names of its outputs: `logits` or `output` of one particle, and its `noise` where d(x) was learned;
+            :data:`TOGETHER` of the posterior.
         difference: Largest absolute difference from PyTorch over all outputs of the check.
         runtime: What the file was run with for the check.
     """
@@ -68,23 +70,37 @@ class Pixels(nn.Module):
         return self.network((x.float() - self.shift) * self.scale)
 
 
+class WithNoise(nn.Module):
+    """A network whose last output is log d(x): inputs -> (B, C) predictions and (B,) noise 1/d(x)^2."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        outputs, log_d = split_noise(self.network(x).float())
+        return outputs, (-2 * log_d).exp()
+
+
 class Together(nn.Module):
     """All particles in one graph: inputs -> mean prediction, aleatoric and epistemic doubt (Section 8)."""
 
     noise: Tensor
 
-    def __init__(self, networks: list[nn.Module], noise: Tensor, task: str) -> None:
+    def __init__(self, networks: list[nn.Module], noise: Tensor, task: str, *, head: bool = False) -> None:
         super().__init__()
-        self.networks, self.task = nn.ModuleList(networks), task
+        self.networks, self.task, self.head = nn.ModuleList(networks), task, head
         self.register_buffer("noise", noise.float().mean().cpu())
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        members = torch.stack([network(x).float().flatten(1) for network in self.networks])
+        answers = [network(x) for network in self.networks]
+        noise = torch.stack([answer[1] for answer in answers]).mean(0)[:, None] if self.head else self.noise
+        members = torch.stack([(a[0] if self.head else a).float().flatten(1) for a in answers])
         if self.task == "classification":
             doubt = decompose(members.softmax(-1))
             return doubt.mean, doubt.aleatoric, doubt.epistemic
         mean = members.mean(0)
-        return mean, self.noise.expand_as(mean).clone(), members.var(0, correction=0)
+        return mean, noise.expand_as(mean).clone(), members.var(0, correction=0)
 
 
 def export(
@@ -123,7 +139,8 @@ def export(
     plain = [result.slabs[i].network for i in chosen]
     wide = plain if pad_to == 1 else [wider(result, i, shape, pad_to) for i in chosen]
     network, reference = (_assembled(result, networks, particle, uint8, shape) for networks in (wide, plain))
-    outputs = TOGETHER if particle is None else ("logits" if result.config.task == "classification" else "output",)
+    single = ("logits" if result.config.task == "classification" else "output", *(["noise"] if _head(result) else []))
+    outputs = TOGETHER if particle is None else single
     example = inputs(2, shape, uint8)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"model.{format}"
@@ -146,7 +163,11 @@ def wider(result: Result, particle: int, shape: tuple[int, ...], multiple: int) 
 def _assembled(
     result: Result, networks: list[nn.Module], particle: int | None, uint8: bool, shape: tuple[int, ...]
 ) -> nn.Module:
-    whole = networks[0] if particle is not None else Together(networks, result.posterior.noise, result.config.task)
+    if _head(result):
+        networks = [WithNoise(network) for network in networks]
+    whole = networks[0]
+    if particle is None:
+        whole = Together(networks, result.posterior.noise, result.config.task, head=_head(result))
     if not uint8:
         return whole.eval()
     known = result.info.get("data", {})
@@ -156,6 +177,10 @@ def _assembled(
     if "mean" not in known:
         raise ConfigError("the run does not say how its images were normalised: export it without --uint8")
     return Pixels(whole, tuple(mean or (0.0,)), tuple(std or (1.0,)), len(shape) + 1).eval()
+
+
+def _head(result: Result) -> bool:
+    return result.config.noise == "input"
 
 
 # ---- files

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Task = Literal["classification", "regression"]
+HEAD_BOUND = 8.0
+"""log d(x) stays within plus and minus this: variances from 1e-7 to 1e7, and never an overflow."""
 
 
 def task_loss(outputs: Tensor, targets: Tensor, task: Task) -> Tensor:
@@ -39,6 +41,27 @@ def gaussian_log_likelihood(residual: Tensor, log_d: Tensor) -> Tensor:
     """Equation 9, mean over examples: C (log d - log(2 pi)/2) - d^2 |r|^2 / 2 with d a root precision."""
     outputs = residual.shape[1]
     return outputs * (log_d - 0.5 * math.log(2 * math.pi)) - 0.5 * (2 * log_d).exp() * residual.square().sum(1).mean()
+
+
+def split_noise(outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, C + 1) outputs -> (B, C) predictions, and the last output as (B,) log d(x), softly bounded."""
+    outputs = outputs.flatten(1)
+    return outputs[:, :-1], HEAD_BOUND * (outputs[:, -1] / HEAD_BOUND).tanh()
+
+
+def input_log_likelihood(residual: Tensor, log_d: Tensor) -> Tensor:
+    """Equation 9 with a root precision (B,) for each input, mean over examples."""
+    outputs = residual.shape[1]
+    fit = (2 * log_d).exp() * residual.square().sum(1)
+    return (outputs * (log_d - 0.5 * math.log(2 * math.pi)) - 0.5 * fit).mean()
+
+
+def head_loss(residual: Tensor, log_d: Tensor) -> Tensor:
+    """What d(x) learns from: equation 9 negated, its residuals taken as given, so that d(x) fits and does not excuse.
+
+    Divided by 2C, the Fisher information of log d: whatever the number of outputs, a step is a natural one.
+    """
+    return -input_log_likelihood(residual.detach(), log_d) / (2 * residual.shape[1])
 
 
 def noise_gradient(residual: Tensor, log_d: Tensor) -> Tensor:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+
+from dllp import objective
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Prediction:
     Classification: `members` (n, B, C) probabilities, `mean` (B, C), `aleatoric` E_i[sum_c p(1-p)], `epistemic`
     sum_c Var_i[p] (population variance), `total` their sum, `expected_entropy` + `mutual_information` = `entropy`.
     Regression: `members` and `mean` are outputs, `aleatoric` (B, C) is the likelihood's 1/d^2, the entropies None.
+    Both: `noise` (B,) is that 1/d^2, mean over the members: one number, or one for each input where d(x) was learned.
     """
 
     members: Tensor
@@ -26,6 +28,7 @@ class Prediction:
     entropy: Tensor | None = None
     expected_entropy: Tensor | None = None
     mutual_information: Tensor | None = None
+    noise: Tensor | None = None
 
     @property
     def total(self) -> Tensor:
@@ -34,13 +37,20 @@ class Prediction:
 
 
 class Posterior:
-    """n extracted networks that predict together, with the likelihood's noise variance 1/d^2 of each."""
+    """n extracted networks that predict together.
+
+    Args:
+        networks: The members.
+        noise: (n,) the likelihood's variance 1/d^2 of each.
+        task: What their outputs are.
+        head: Whether the last output of each is log d(x), a noise for each input.
+    """
 
     def __init__(
-        self, networks: Sequence[nn.Module], noise: Tensor,
-        task: Literal["classification", "regression"] = "classification",
+        self, networks: Sequence[nn.Module], noise: Tensor, task: objective.Task = "classification", *,
+        head: bool = False,
     ) -> None:  # fmt: skip
-        self.networks, self.noise, self.task = list(networks), noise, task
+        self.networks, self.noise, self.task, self.head = list(networks), noise, task, head
 
     def __len__(self) -> int:
         return len(self.networks)
@@ -52,24 +62,38 @@ class Posterior:
         return self
 
     @torch.no_grad()
+    def answers(self, x: Tensor, batch_size: int = 512) -> tuple[Tensor, Tensor]:
+        """(B, ...) inputs -> (n, B, C) probabilities (regression: outputs) and (n, B) noise 1/d^2, on the CPU.
+
+        One forward pass of each member over the inputs, wherever it lives.
+        """
+        predictions, noises = [], []
+        for network, constant in zip(self.networks, self.noise.float().cpu(), strict=True):
+            device = next(network.parameters()).device
+            parts = [network(part.to(device)).float().flatten(1).cpu() for part in x.split(batch_size)]
+            outputs, noise = torch.cat(parts), constant.expand(len(x))
+            if self.head:
+                outputs, log_d = objective.split_noise(outputs)
+                noise = (-2 * log_d).exp()
+            predictions.append(outputs)
+            noises.append(noise)
+        stacked = torch.stack(predictions)
+        return stacked.softmax(-1) if self.task == "classification" else stacked, torch.stack(noises)
+
     def members(self, x: Tensor, batch_size: int = 512) -> Tensor:
         """(B, ...) inputs -> (n, B, C) probabilities (classification) or outputs (regression), on the CPU."""
-        answers = []
-        for network in self.networks:
-            device = next(network.parameters()).device
-            outputs = [network(part.to(device)).float().flatten(1).cpu() for part in x.split(batch_size)]
-            answers.append(torch.cat(outputs))
-        stacked = torch.stack(answers)
-        return stacked.softmax(-1) if self.task == "classification" else stacked
+        return self.answers(x, batch_size)[0]
 
     def predict(self, x: Tensor, batch_size: int = 512) -> Prediction:
         """(B, ...) inputs -> their :class:`Prediction`, at the cost of n forward passes."""
-        members = self.members(x, batch_size)
+        return self.judge(*self.answers(x, batch_size))
+
+    def judge(self, members: Tensor, noise: Tensor) -> Prediction:
+        """(n, B, C) and (n, B) of :meth:`answers` -> the prediction that they make together."""
         if self.task == "classification":
-            return decompose(members)
-        mean = members.mean(0)
-        noise = self.noise.float().mean().cpu()
-        return Prediction(members, mean, noise.expand_as(mean), members.var(0, correction=0))
+            return replace(decompose(members), noise=noise.mean(0))
+        mean, spread = members.mean(0), members.var(0, correction=0)
+        return Prediction(members, mean, noise.mean(0)[:, None].expand_as(mean), spread, noise=noise.mean(0))
 
 
 def decompose(members: Tensor) -> Prediction:

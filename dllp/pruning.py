@@ -14,7 +14,6 @@ from dllp import api, artifacts, evaluate, options, progress
 from dllp.checkpoints import Checkpoints
 from dllp.config import Config
 from dllp.errors import ConfigError, Interrupted, NumericsError
-from dllp.posterior import Posterior
 from dllp.runs import RunFolder, Signals
 from dllp.state import FREE
 from dllp.task import DENSE_FILE, EVALUATION, SETTINGS, Task, describe, disk
@@ -78,7 +77,7 @@ class _Pruning:
         with progress.download(self.quiet) as bar:
             data = task.load(early.seed, bar)
         config = task.config(values, data).resolved()
-        model = task.network(data.num_classes, data.in_channels, data.image_size, config.seed)
+        model = task.network(config.outputs(data.num_classes), data.in_channels, data.image_size, config.seed)
         task = task.anchored()
         self.text = options.write(asdict(task), config)
         if self.folder.resume and device.type == "cuda" and not config.deterministic:
@@ -87,7 +86,7 @@ class _Pruning:
         with progress.reporter(self.quiet) as shown:
             result = self.train(api.prune, "pruned", model, data, config, shown)
             if task.dense and config.init == "given":
-                dense = Posterior([model.cpu().eval()], torch.tensor([torch.nan]), config.task)
+                dense = api.posterior_of([model.cpu().eval()], torch.tensor([torch.nan]), config)
             elif task.dense:
                 alone = replace(config, particles=1, keep_flops=None, keep_params=None)
                 dense = self.train(api.train_dense, "dense", model, data, alone, shown).posterior

@@ -14,7 +14,7 @@ from dllp import api, artifacts, options, progress, pruning
 from dllp import export as exporting
 from dllp import speed as measuring
 from dllp.errors import ConfigError
-from dllp.task import SETTINGS, Task, described
+from dllp.task import SETTINGS, Task, described, outputs
 
 SLOWEST = 5
 """Layers that are named as what holds a network back."""
@@ -99,7 +99,7 @@ def open_run(given: dict[str, Any]) -> tuple[api.Result, tuple[int, ...], Callab
         raise ConfigError(f"{folder} does not say what its inputs look like: give --shape, for example --shape 3 32 32")
     task = Task(**{name: (stored | given)[name] for name in options.TASK if name in stored | given})
     pruning.check_import(task, given, "the run's")
-    classes = known.get("num_classes", 0)
+    classes = outputs(run, known.get("num_classes", 0))
     if not classes and not task.is_code:
         raise ConfigError(f"{folder} does not say how many outputs its network has: give a factory with --model")
     sizes = [classes or 1, known.get("in_channels") or shape[0], known.get("image_size") or min(shape[1:], default=1)]

@@ -204,16 +204,16 @@ class Step:
         leaves = [row.detach().requires_grad_(self.phase == "soft") for row in z]
         together = c.task == "classification" and len(leaves) > 1 and c.mean_weight > 0
         ready = self._each(lambda i: self._forward(i, x, leaves[i])) if together else []
-        targets = [(c.mean_weight, mean_prediction(ready))] if together else []
+        targets = [(c.mean_weight, self._mean(ready))] if together else []
         if self.teachers:
-            targets.append((c.teacher_weight, mean_prediction(self._each(lambda i: self._teach(i, x)))))
+            targets.append((c.teacher_weight, self._mean(self._each(lambda i: self._teach(i, x)))))
 
         def work(i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            output = ready[i] if together else self._forward(i, x, leaves[i])
+            output, log_d = self._divided(ready[i] if together else self._forward(i, x, leaves[i]))
             loss = objective.task_loss(output, y, c.task)
             rest = objective.residuals(output, y, c.task)
             leaf = leaves[i : i + 1] if leaves[i].requires_grad else []
-            extra = self._likelihood_scores(i, rest, leaf) if self.gaussian else None
+            extra = self._likelihood_scores(i, rest, log_d, leaf) if self.gaussian else None
             total = loss * (1 - sum(share for share, _ in targets))
             for share, mean in targets:
                 total = total + share * objective.twin_loss(output, mean)
@@ -223,6 +223,8 @@ class Step:
             through = through * (1 + c.beta) if extra is None else through - c.beta * extra
             with torch.no_grad():
                 hits = (output.argmax(1) == y).double().mean() if c.task == "classification" else loss.new_zeros(())
+            if log_d is not None:
+                total = total + c.beta * objective.head_loss(rest, log_d)
                 noise = objective.noise_gradient(rest, self.belief.log_d[i])
             return loss.detach(), hits, noise, through
 
@@ -232,9 +234,19 @@ class Step:
         self.belief.d_noise.copy_(noises).mul_(-c.beta)
         return through
 
-    def _likelihood_scores(self, i: int, rest: Tensor, leaf: list[Tensor]) -> Tensor:
+    def _divided(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Outputs as predictions (B, C) and, where the noise depends on the input, log d(x) (B,)."""
+        return objective.split_noise(outputs) if self.config.noise == "input" else (outputs, None)
+
+    def _mean(self, outputs: list[Tensor]) -> Tensor:
+        return mean_prediction([self._divided(output)[0] for output in outputs])
+
+    def _likelihood_scores(self, i: int, rest: Tensor, log_d: Tensor | None, leaf: list[Tensor]) -> Tensor:
         """Gradients of equation 9 by a vector-Jacobian product of their own: parameters' into `scores`, gates' (U,)."""
-        value = objective.gaussian_log_likelihood(rest, self.belief.log_d[i])
+        if log_d is None:
+            value = objective.gaussian_log_likelihood(rest, self.belief.log_d[i])
+        else:
+            value = objective.input_log_likelihood(rest, log_d)
         found = self.particles.differentiate(i, value, *leaf, into=self.scores, retain_graph=True)
         return found[0] if found and found[0] is not None else torch.zeros_like(self.belief.logits[i])
 

@@ -159,6 +159,11 @@ def described(run: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {name: known[name] for name in checks if name in known} | ({} if noise is None else {"dense_noise": noise})
 
 
+def outputs(run: Mapping[str, Any], wanted: int) -> int:
+    """Outputs of a run's networks for so many classes or targets; 0 where that is unknown."""
+    return wanted and wanted + (run["config"].get("noise") == "input")
+
+
 def as_trained(data: Dataset, known: Mapping[str, Any]) -> ArrayData:
     """The test split of other data as the run's networks expect it: same shape and classes, their normalisation."""
     shape, classes = known.get("shape"), known.get("classes")

@@ -46,9 +46,9 @@ def test_a_digest_names_what_is_computed() -> None:
 def test_fields_added_later_leave_old_digests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job("resnet20", "dllp", keep=0.45)
     old = replace(job, changes={"patience": 3}).digest
-    monkeypatch.setattr(jobs, "LATER", {"patience": 0})
+    monkeypatch.setattr(jobs, "LATER", jobs.LATER | {"patience": 0})
     new = job.digest
-    monkeypatch.setattr(jobs, "LATER", {"patience": 0, "average_from": -1.0})
+    monkeypatch.setattr(jobs, "LATER", jobs.LATER | {"average_from": -1.0})
     assert job.digest == new, "another value than the neutral one still counts"
     assert replace(job, changes={"patience": 3}).digest == old != new
 

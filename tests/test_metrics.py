@@ -74,11 +74,21 @@ def test_temperature_undoes_a_known_scale():
 
 
 def test_temperature_of_a_two_class_problem():
-    # Logits (a, 0), three of four right: the least NLL is at p = 3/4, so a / T = log 3.
+    # Logits (a, 0), and half a label of each class beside four: p = 3.5/5 or 4.5/5 has the least NLL.
     logits = torch.tensor([[2.0, 0.0]] * 4)
-    assert metrics.fit_temperature(logits, torch.tensor([0, 0, 0, 1])) == pytest.approx(2 / math.log(3))
-    assert metrics.fit_temperature(logits, torch.zeros(4).long()) == pytest.approx(0.01)
+    assert metrics.fit_temperature(logits, torch.tensor([0, 0, 0, 1])) == pytest.approx(2 / math.log(3.5 / 1.5))
+    assert metrics.fit_temperature(logits, torch.zeros(4).long()) == pytest.approx(2 / math.log(9))
     assert metrics.fit_temperature(logits, torch.ones(4).long()) == pytest.approx(100)
+
+
+@pytest.mark.parametrize("scale", [1.0, 5.0, 30.0])
+def test_temperature_of_nearly_error_free_data_stays_sound(scale):
+    """Half of the data without any error must not make the other half's single error cost a fortune."""
+    y = torch.arange(400) % 10
+    logits = scale * torch.nn.functional.one_hot(y, 10).double()
+    logits[0] = logits[1]  # one error
+    raw = metrics.nll(logits.softmax(1), y)
+    assert metrics.nll_after_temperature(logits, y) < min(raw, 0.05) + 0.01
 
 
 def test_summary_holds_every_number():

@@ -56,7 +56,7 @@ def noise(like: ArrayData, seed: int = 0) -> ArrayData:
 
 
 def resized(images: Tensor, like: ArrayData) -> ArrayData:
-    """uint8 images (N, 1 or 3, h, w) in the size and the channels of `like` (bilinear), normalised as its images are."""
+    """uint8 images (N, 1 or 3, h, w) in size and channels of `like` (bilinear), normalised as its images are."""
     shape = tuple(like.x.shape[1:])
     if like.x.dtype != torch.uint8 or len(shape) != 3 or shape[0] not in (1, 3):
         raise DataError(f"images cannot become inputs of shape {shape} and type {like.x.dtype}: use noise instead")
