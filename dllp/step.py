@@ -217,14 +217,14 @@ class Step:
             total = loss * (1 - sum(share for share, _ in targets))
             for share, mean in targets:
                 total = total + share * objective.twin_loss(output, mean)
+            if log_d is not None:
+                total = total + c.beta * objective.head_loss(rest, log_d)
             found = self.particles.differentiate(i, total, *leaf)
             through = found[0] if found and found[0] is not None else torch.zeros_like(leaves[i])
             # a likelihood that is the task loss has beta times its gradient: one backward serves both (Section 3)
             through = through * (1 + c.beta) if extra is None else through - c.beta * extra
             with torch.no_grad():
                 hits = (output.argmax(1) == y).double().mean() if c.task == "classification" else loss.new_zeros(())
-            if log_d is not None:
-                total = total + c.beta * objective.head_loss(rest, log_d)
                 noise = objective.noise_gradient(rest, self.belief.log_d[i])
             return loss.detach(), hits, noise, through
 
