@@ -16,8 +16,10 @@ from dllp.bench import run as bench
 from dllp.bench import tables
 from dllp.bench.jobs import Runner
 from dllp.bench.store import Store
+from dllp.data import ArrayData
 from dllp.data import load as load_data
 from dllp.data.corruptions import parse as parse_corruption
+from dllp.data.ood import find as find_outside
 from dllp.errors import ConfigError, DllpError, Interrupted
 from dllp.task import DENSE_FILE, SETTINGS, Task, as_trained, described, disk, outputs, subset
 
@@ -62,7 +64,7 @@ def _evaluate(given: dict[str, Any]) -> None:
     known = described(run, folder)
     other = task.data != stored.get("data")
     if other:
-        task = replace(task, validation=0)
+        task = replace(task, validation=0, leave_out="")
     with progress.download(quiet=False) as bar:
         data = task.load(stored.get("seed", 0), bar)
     test = as_trained(data, known) if other else data.test
@@ -78,11 +80,24 @@ def _evaluate(given: dict[str, Any]) -> None:
     if "subset" in given:
         test = subset(test, given["subset"], result.config.seed)
     corruptions = [c for text in given.get("corrupt", ()) for c in parse_corruption(text, result.config.seed)]
+    outside = {name: _outside(name, task, test, data.left_out) for name in given.get("ood", ())}
     device = api.find_device(given.get("device", "auto"))
-    rows = evaluate.table(result, test, dense, disk=disk(folder, result), corruptions=corruptions, device=device)
+    found = evaluate.measure(
+        result, test, dense, disk=disk(folder, result), corruptions=corruptions, outside=outside,
+        references=given.get("references", False), device=device,
+    )  # fmt: skip
+    rows = [row for row in found.rows if not row.data.startswith(evaluate.OUTSIDE)]
     if "json" in given:
-        pruning.write_rows(Path(given["json"]), task, rows)
-    progress.show(rows, f"{folder} on {len(test)} {task.split} examples of {task.data}")
+        pruning.write_rows(Path(given["json"]), task, found.rows, **found.besides())
+    if corruptions and not other and "subset" not in given:
+        reporting.keep_corruptions(folder, task, rows)
+    progress.show_evaluation(found, f"{folder} on {len(test)} {task.split} examples of {task.data}")
+
+
+def _outside(name: str, task: Task, test: ArrayData, left_out: ArrayData | None) -> ArrayData:
+    if name == task.data:
+        raise ConfigError(f"--ood {name}: that is the data of the evaluation itself, choose another")
+    return find_outside(name, test, left_out=left_out, root=task.data_root)
 
 
 def _bench(given: dict[str, Any]) -> None:

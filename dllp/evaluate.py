@@ -1,22 +1,23 @@
-"""How good a run is: a row for the dense network, one for each particle, and one for all of them together."""
+"""How good a run is, and how far to trust it: every network of it on clean, corrupted and foreign data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from dllp import metrics
-from dllp.api import Result, Size
+from dllp import efficiency, metrics, objective
+from dllp.api import Result, Size, posterior_of
 from dllp.data import ArrayData
 from dllp.data.corruptions import Corruption
 from dllp.errors import DataError
-from dllp.posterior import Posterior, Prediction, decompose
+from dllp.posterior import Posterior
 
-CLEAN = "clean"
-DENSE, TOGETHER = "dense", "all particles"
+CLEAN, OUTSIDE = "clean", "ood:"
+DENSE, TOGETHER, REFERENCES = "dense", "all particles", "all references"
 CHUNK = 4096
 """Inputs normalised at once: a large test set never lies in memory as floats."""
 
@@ -26,9 +27,10 @@ class Row:
     """One network, or all particles together, on one version of the data.
 
     Attributes:
-        name: `dense`, `particle K` or `all particles`.
-        data: `clean`, or the corruption's name.
-        metrics: Single numbers by name: accuracy, nll, ece, ...; for regression rmse and nll.
+        name: `dense`, `particle K` or `all particles`; `reference K` and `all references` before extraction.
+        data: `clean`, the corruption's name, or `ood:NAME` for inputs from elsewhere.
+        metrics: Single numbers by name: accuracy, nll, ece, ...; for regression rmse and nll; for inputs from
+            elsewhere auroc and fpr95.
         macs, params, bytes: What it costs; all particles together cost the sum. None where unknown.
     """
 
@@ -40,16 +42,63 @@ class Row:
     bytes: int | None = None
 
 
-def table(
+@dataclass(frozen=True)
+class Efficiency:
+    """Estimation efficiency on one version of the data (docs/method/efficiency), for one class or output.
+
+    Attributes:
+        data: As in :class:`Row`.
+        s2, a2, b2: Observation noise (of the clean data), model variance, and the noise that a corruption adds.
+        one, together: e of one network, a point estimate, and of all n particles; None where there is no variance.
+        particles: n.
+    """
+
+    data: str
+    s2: float
+    a2: float
+    b2: float
+    one: float | None
+    together: float | None
+    particles: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Everything that was measured.
+
+    Attributes:
+        rows: The table.
+        efficiency: One entry for each version of the labelled data; none for a single particle.
+        curves: What plots of a classifier show: for each row of the labelled data `name`, `data`, the `reliability`
+            diagram's bins and the `risk_coverage` curve.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    efficiency: list[Efficiency] = field(default_factory=list)
+    curves: list[dict[str, Any]] = field(default_factory=list)
+
+    def besides(self) -> dict[str, Any]:
+        """All but the rows as plain values, ready for JSON."""
+        return {"efficiency": [asdict(entry) for entry in self.efficiency], "curves": self.curves}
+
+
+def table(result: Result, data: ArrayData, dense: Posterior | None = None, **options: Any) -> list[Row]:
+    """The rows of :func:`measure`, which takes the same arguments."""
+    return measure(result, data, dense, **options).rows
+
+
+def measure(
     result: Result,
     data: ArrayData,
     dense: Posterior | None = None,
     *,
     disk: Mapping[str, int] | None = None,
     corruptions: Iterable[Corruption] = (),
+    outside: Mapping[str, ArrayData] | None = None,
+    references: bool = False,
     device: torch.device | str = "cpu",
-) -> list[Row]:
-    """Evaluate a run on labelled data, clean first and then under each corruption.
+) -> Evaluation:
+    """Evaluate a run on labelled data, clean first and then under each corruption, and on inputs from elsewhere.
 
     Args:
         result: The run; its networks are back on the CPU when this returns.
@@ -57,19 +106,42 @@ def table(
         dense: The unpruned network to compare with, as a posterior of one member.
         disk: Bytes on disk by row name.
         corruptions: From :func:`dllp.data.corruptions.parse`; they need uint8 images.
+        outside: Inputs from elsewhere by name, see :mod:`dllp.data.ood`.
+        references: Also measure M_0, the particles before extraction.
         device: Where the networks run.
     """
     if data.is_classification != (result.config.task == "classification"):
         kind = "integer classes" if result.config.task == "classification" else "floating-point targets"
         raise DataError(f"the run is a {result.config.task} but the data's labels are not: give {kind}")
+    n, known = len(result.posterior), disk or {}
+    groups = [_Group(result.posterior, [f"particle {i + 1}" for i in range(n)], TOGETHER, result.sizes, known)]
+    if references:
+        whole = posterior_of([slab.reference for slab in result.slabs], result.posterior.noise, result.config)
+        names = [f"reference {i + 1}" for i in range(n)]
+        groups.insert(0, _Group(whole, names, REFERENCES, [result.dense] * n, known))
+    if dense is not None:
+        groups.insert(0, _Group(dense, [DENSE], "", [result.dense], known))
+    found = Evaluation()
+    clean: dict[str, _Answers] = {}
+    components: efficiency.Components | None = None
     versions = [(CLEAN, data), *((c.name, c.apply_to(data)) for c in corruptions)]
-    rows = []
     for name, version in versions:
-        if dense is not None:
-            rows += _rows(dense, [DENSE], [result.dense], version, name, disk or {}, device)
-        names = [f"particle {i + 1}" for i in range(len(result.posterior))]
-        rows += _rows(result.posterior, names, result.sizes, version, name, disk or {}, device)
-    return rows
+        for group in groups:
+            answers = _Answers(*_ask(group.posterior, version, device), group)
+            if name == CLEAN:
+                clean[group.together] = answers
+            found.rows.extend(answers.rows(version, name))
+            if data.is_classification:
+                found.curves.extend(answers.curves(version.y.cpu(), name))
+            if group.together == TOGETHER and n > 1:
+                here = efficiency.estimate_components(answers.members.double(), version.y.cpu())
+                components = components or here
+                found.efficiency.append(_efficiency(name, components, here, n))
+    for name, inputs in (outside or {}).items():
+        for group in groups:
+            answers = _Answers(*_ask(group.posterior, inputs, device), group)
+            found.rows.extend(answers.outside(clean[group.together], OUTSIDE + name))
+    return found
 
 
 def as_dict(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -77,30 +149,80 @@ def as_dict(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [asdict(row) for row in rows]
 
 
-def _rows(
-    posterior: Posterior, names: list[str], sizes: Sequence[Size], data: ArrayData, version: str,
-    disk: Mapping[str, int], device: torch.device | str,
-) -> list[Row]:  # fmt: skip
-    """A row for each member and, where there are several, one for their mean."""
-    members = _members(posterior, data, device)
-    noise = posterior.noise.double().cpu()
-    rows = [
-        Row(name, version, _measure(member, data, float(variance)), size.macs, size.params, disk.get(name))
-        for name, size, member, variance in zip(names, sizes, members, noise, strict=True)
-    ]
-    if len(rows) > 1:
-        weights = [row.bytes for row in rows if row.bytes is not None]
-        values = _together(members, data, float(noise.mean()))
-        macs, params = sum(s.macs for s in sizes), sum(s.params for s in sizes)
-        rows.append(Row(TOGETHER, version, values, macs, params, sum(weights) if len(weights) == len(rows) else None))
-    return rows
+@dataclass(frozen=True)
+class _Group:
+    """Networks that are measured one by one and, where there are several, together."""
+
+    posterior: Posterior
+    names: list[str]
+    together: str
+    sizes: Sequence[Size]
+    disk: Mapping[str, int]
 
 
-def _members(posterior: Posterior, data: ArrayData, device: torch.device | str) -> torch.Tensor:
-    """(n, B, C) predictions of every member."""
+@dataclass(frozen=True)
+class _Answers:
+    """(n, B, C) predictions and (n, B) noise of a group on one version of the data."""
+
+    members: Tensor
+    noise: Tensor
+    group: _Group
+
+    def rows(self, data: ArrayData, version: str) -> list[Row]:
+        """A row for each member and, where there are several, one for their mean."""
+        alone = [_measure(m, v, data) for m, v in zip(self.members, self.noise, strict=True)]
+        together = _together(self.group.posterior, self.members, self.noise, data) if len(alone) > 1 else None
+        return self._costed(alone, together, version)
+
+    def outside(self, inside: _Answers, version: str) -> list[Row]:
+        """How well doubt sets these inputs, from elsewhere, apart from those `inside`."""
+        alone = [
+            _separation(self._doubt(slice(i, i + 1)), inside._doubt(slice(i, i + 1))) for i in range(len(self.members))
+        ]
+        several = len(alone) > 1
+        together = _separation(self._doubt(slice(None)), inside._doubt(slice(None))) if several else None
+        return self._costed(alone, together, version)
+
+    def curves(self, labels: Tensor, version: str) -> list[dict[str, Any]]:
+        """Plots' data of each member and of their mean."""
+        named = list(zip(self.group.names, self.members, strict=True))
+        if len(named) > 1:
+            named.append((self.group.together, self.members.mean(0)))
+        return [
+            {
+                "name": name, "data": version, "reliability": metrics.reliability(p, labels),
+                "risk_coverage": metrics.risk_coverage(p, labels),
+            }
+            for name, p in named
+        ]  # fmt: skip
+
+    def _doubt(self, which: slice) -> dict[str, Tensor]:
+        """(B,) scores that should be large for inputs from elsewhere; the first is the usual one."""
+        found = self.group.posterior.judge(self.members[which], self.noise[which])
+        if found.entropy is None or found.mutual_information is None:
+            return {"": found.total.mean(1)}
+        scores = {"": found.entropy}
+        return scores | {"_mutual_information": found.mutual_information} if len(found.members) > 1 else scores
+
+    def _costed(self, alone: Sequence[dict[str, float]], together: dict[str, float] | None, version: str) -> list[Row]:
+        group = self.group
+        rows = [
+            Row(name, version, values, size.macs, size.params, group.disk.get(name))
+            for name, size, values in zip(group.names, group.sizes, alone, strict=True)
+        ]
+        if together is not None:
+            macs, params = sum(s.macs for s in group.sizes), sum(s.params for s in group.sizes)
+            weights = [row.bytes for row in rows if row.bytes is not None]
+            total = sum(weights) if len(weights) == len(rows) else None
+            rows.append(Row(group.together, version, together, macs, params, total))
+        return rows
+
+
+def _ask(posterior: Posterior, data: ArrayData, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """(n, B, C) predictions of every member and (n, B) noise."""
     posterior.to(device)
     try:
-        parts = [posterior.members(data.inputs(slice(start, start + CHUNK))) for start in range(0, len(data), CHUNK)]
+        parts = [posterior.answers(data.inputs(slice(start, start + CHUNK))) for start in range(0, len(data), CHUNK)]
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -113,35 +235,50 @@ def _members(posterior: Posterior, data: ArrayData, device: torch.device | str) 
         posterior.to("cpu")
     if not parts:
         raise DataError("there is nothing to evaluate on: the data is empty")
-    members = torch.cat(parts, 1)
+    members, noise = (torch.cat(pieces, 1) for pieces in zip(*parts, strict=True))
     broken = (~members.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
     if broken:
         raise DataError(f"network {broken[0] + 1} answers with numbers that are not finite: its weights are damaged")
-    return members
+    return members, noise
 
 
-def _measure(prediction: torch.Tensor, data: ArrayData, variance: float | torch.Tensor) -> dict[str, float]:
+def _measure(prediction: Tensor, variance: Tensor, data: ArrayData) -> dict[str, float]:
     """Metrics of one (B, C) prediction; without a positive noise variance a regression has no likelihood."""
     y = data.y.cpu()
     if data.is_classification:
-        return metrics.summary(prediction, y)
+        values = metrics.summary(prediction, y)
+        values["aleatoric"] = float((prediction * (1 - prediction)).sum(1).mean())
+        return values | objective.fitted(values["brier"] / prediction.shape[1], prediction.shape[1])
     values = {"rmse": metrics.rmse(prediction, y)}
-    if bool((torch.as_tensor(variance) > 0).all()):
-        values["nll"] = metrics.gaussian_nll(prediction, variance, y)
+    if bool((variance > 0).all()):
+        values["nll"] = metrics.gaussian_nll(prediction, variance.view(len(y), -1), y)
+    return values | objective.fitted(values["rmse"] ** 2, prediction.shape[1])
+
+
+def _together(posterior: Posterior, members: Tensor, noise: Tensor, data: ArrayData) -> dict[str, float]:
+    """Metrics of the members' mean, with what is noise and what is ignorance as means over the data (Section 8)."""
+    doubt = posterior.judge(members, noise)
+    variance = noise.mean(0) if data.is_classification else doubt.total
+    values = _measure(doubt.mean, variance, data)
+    values |= {"aleatoric": float(doubt.aleatoric.mean()), "epistemic": float(doubt.epistemic.mean())}
+    if data.is_classification:
+        exact = members.double()  # differences of entropies lose float32's last digits
+        mutual = metrics.entropy(exact.mean(0)) - metrics.entropy(exact).mean(0)
+        values |= {"mutual_information": float(mutual.mean()), "disagreement": metrics.disagreement(members)}
     return values
 
 
-def _together(members: torch.Tensor, data: ArrayData, noise: float) -> dict[str, float]:
-    """Metrics of the members' mean, with what is noise and what is ignorance as means over the data (Section 8)."""
-    if data.is_classification:
-        doubt = decompose(members)
-        return _measure(doubt.mean, data, noise) | {
-            "aleatoric": float(doubt.aleatoric.mean()),
-            "epistemic": float(doubt.epistemic.mean()),
-            "mutual_information": float((metrics.entropy(doubt.mean) - metrics.entropy(members).mean(0)).mean()),
-            "disagreement": metrics.disagreement(members),
-        }
-    mean = members.mean(0)
-    doubt = Prediction(members, mean, torch.full_like(mean, noise), members.var(0, correction=0))
-    values = {"aleatoric": noise, "epistemic": float(doubt.epistemic.mean())}
-    return _measure(mean, data, doubt.total) | values
+def _separation(outside: Mapping[str, Tensor], inside: Mapping[str, Tensor]) -> dict[str, float]:
+    """AUROC and FPR95 of every score."""
+    values = {}
+    for name, scores in outside.items():
+        values[f"auroc{name}"] = metrics.auroc(inside[name], scores)
+        values[f"fpr95{name}"] = metrics.fpr95(inside[name], scores)
+    return values
+
+
+def _efficiency(name: str, clean: efficiency.Components, here: efficiency.Components, n: int) -> Efficiency:
+    """The observation noise is that of clean data; what s2 grows by here is the noise of the corruption."""
+    s2, a2, b2 = float(clean.s2), float(here.a2), float(efficiency.data_noise(here.s2, clean.s2))
+    one, together = (float(efficiency.efficiency(s2, a2, b2, count)) if s2 + a2 + b2 > 0 else None for count in (1, n))
+    return Efficiency(name, s2, a2, b2, one, together, n)

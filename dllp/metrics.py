@@ -51,18 +51,43 @@ def signed_ece(probabilities: Tensor, labels: Tensor) -> float:
 
 
 def aurc(probabilities: Tensor, labels: Tensor) -> float:
-    """Area under the risk-coverage curve: mean error rate of the k most confident inputs, over k = 1..B.
+    """Area under the risk-coverage curve: mean error rate of the k most confident inputs, over k = 1..B."""
+    return float(_risks(*_checked(probabilities, labels)).mean())
 
-    Inputs of equal confidence share their errors, so their order does not matter.
-    """
-    p, y = _checked(probabilities, labels)
+
+def _risks(p: Tensor, y: Tensor) -> Tensor:
+    """(B,) error rates of the k most confident inputs; equally confident ones share errors, so order is no matter."""
     confidence, predicted = p.max(1)
     _, group = confidence.unique(return_inverse=True)
     wrong = (predicted != y).double()
     count = torch.bincount(group)
     shared = torch.zeros(len(count), dtype=torch.float64).index_add_(0, group, wrong) / count
     errors = shared[group[confidence.argsort(descending=True)]].cumsum(0)
-    return float((errors / torch.arange(1, len(y) + 1)).mean())
+    return errors / torch.arange(1, len(y) + 1)
+
+
+def reliability(probabilities: Tensor, labels: Tensor, bins: int = BINS) -> dict[str, list[float]]:
+    """The bins of :func:`ece` that hold inputs: mean confidence, accuracy and share of the inputs of each."""
+    p, y = _checked(probabilities, labels)
+    confidence, predicted = p.max(1)
+    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)
+    bin_of = (torch.bucketize(confidence, edges, right=True) - 1).clamp(0, bins - 1)
+    count = torch.bincount(bin_of, minlength=bins)
+    held = count > 0
+
+    def mean(values: Tensor) -> list[float]:
+        sums = torch.zeros(bins, dtype=torch.float64).index_add_(0, bin_of, values)
+        return (sums[held] / count[held]).tolist()
+
+    share = (count[held] / len(y)).tolist()
+    return {"confidence": mean(confidence), "accuracy": mean((predicted == y).double()), "share": share}
+
+
+def risk_coverage(probabilities: Tensor, labels: Tensor, points: int = 100) -> dict[str, list[float]]:
+    """Error rate of the most confident share of the inputs, for up to `points` shares; its mean is the AURC."""
+    risk = _risks(*_checked(probabilities, labels))
+    at = torch.linspace(0, len(risk) - 1, min(points, len(risk)), dtype=torch.float64).round().long()
+    return {"coverage": ((at + 1) / len(risk)).tolist(), "risk": risk[at].tolist()}
 
 
 def auroc(inside: Tensor, outside: Tensor) -> float:

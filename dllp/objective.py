@@ -74,6 +74,14 @@ def fit_noise(residual: Tensor) -> Tensor:
     return residual.square().mean()
 
 
+def fitted(noise: float, outputs: int) -> dict[str, float]:
+    """The maximum-likelihood variance 1/d^2 of C outputs, and equation 9 at that d; the latter is unbounded at 0."""
+    values = {"fitted_noise": noise}
+    if noise > 0:
+        values["log_likelihood"] = -0.5 * outputs * (math.log(2 * math.pi * noise) + 1)
+    return values
+
+
 def budget_energy(fraction: Tensor, ramp: Tensor, multiplier: Tensor, penalty: float) -> tuple[Tensor, Tensor]:
     """(n,) expected cost over dense cost -> the energy -log p(z) of the cost-aware hyperprior, and the gap (n,)."""
     gap = fraction - ramp

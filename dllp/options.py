@@ -29,7 +29,7 @@ MAIN = ("keep_flops", "keep_params", "granularity", "particles", "epochs", "batc
 SUITED = ("epochs", "batch_size", "init", "task")
 """Fields of Config whose default depends on data and network."""
 TASK = tuple(field.name for field in fields(Task))
-FREE = ("data", "data_root", "model", "device")
+FREE = ("data", "data_root", "model", "device", "leave_out")
 """Settings whose text may hold anything; all others are words and numbers."""
 SETTINGS_BYTES = 2**16
 
@@ -53,6 +53,8 @@ its own epochs, batch size and start. Names may be written with dashes or unders
 EVALUATE_EXAMPLES = """examples:
   dllp evaluate runs/demo
   dllp evaluate runs/demo --corrupt gaussian-blur:1,2,3 sharpen noise:0.1 --json robustness.json
+  dllp evaluate runs/demo --ood noise folder/of/photos
+      how well doubt tells the test set from inputs that the network was never made for
   dllp evaluate runs/mine --model my_package.nets:trained --data other_photos --subset 0.2"""
 
 BENCH_EXAMPLES = """Results lie in DIR/NAME: runs.jsonl (a line for each finished job), summary.json, table.md,
@@ -214,6 +216,9 @@ def _evaluate() -> ArgumentParser:
     _trust(parser)
     text = "gaussian-blur:RADIUS,..., sharpen, noise:SIGMA,... (in units of 0..1)."
     parser.add_argument("--corrupt", type=str, nargs="+", metavar="KIND", help=text)
+    text = "Inputs from elsewhere: noise, digits, cifar10, left-out (see --leave-out of dllp prune), or a folder."
+    parser.add_argument("--ood", type=str, nargs="+", metavar="NAME", help=text)
+    parser.add_argument("--references", action="store_true", help="Also measure the particles before extraction.")
     parser.add_argument("--subset", type=float, metavar="NUMBER", help="Fraction of the examples to use.")
     parser.add_argument("--device", type=str, default="auto", metavar="TEXT", help="auto, cpu, cuda or cuda:K.")
     parser.add_argument("--json", type=str, metavar="FILE", help="File for the table with every metric.")

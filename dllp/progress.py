@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from dllp.evaluate import CLEAN, TOGETHER, Row
+from dllp.evaluate import CLEAN, OUTSIDE, TOGETHER, Efficiency, Evaluation, Row
 from dllp.speed import LayerTime
 from dllp.speed import Row as SpeedRow
 from dllp.train import EpochRecord, Trainer
@@ -119,6 +119,42 @@ def show(rows: Sequence[Row], title: str) -> None:
     Console(file=sys.stdout).print(render(rows, title))
 
 
+def show_evaluation(found: Evaluation, title: str) -> None:
+    """Print an evaluation: the table, inputs from elsewhere, estimation efficiency."""
+    outside = [row for row in found.rows if row.data.startswith(OUTSIDE)]
+    show([row for row in found.rows if row not in outside], title)
+    console = Console(file=sys.stdout)
+    if outside:
+        console.print(render_outside(outside))
+    if len(found.efficiency) > 1:
+        console.print(render_efficiency(found.efficiency))
+
+
+def render_outside(rows: Sequence[Row]) -> Table:
+    """How well doubt sets inputs from elsewhere apart: by entropy, and by mutual information of several particles."""
+    names = {"auroc": "AUROC", "fpr95": "FPR95", "auroc_mutual_information": "AUROC\nby information"}
+    table = _section("inputs from elsewhere, told apart by the entropy of the prediction", "network", *names.values())
+    place = ""
+    for row in rows:
+        if row.data != place:
+            place = row.data
+            table.add_section()
+            table.add_row(place.removeprefix(OUTSIDE), style="italic")
+        values = [row.metrics.get(name) for name in names]
+        table.add_row(row.name, *("-" if value is None else f"{100 * value:.2f}%" for value in values))
+    return table
+
+
+def render_efficiency(rows: Sequence[Efficiency]) -> Table:
+    """Estimation efficiency on each version of the data."""
+    n = rows[0].particles
+    table = _section("estimation efficiency e = s2 / (s2 + a2/n + b2)", "data", "s2", "a2", "b2", "n = 1", f"n = {n}")
+    for row in rows:
+        shares = ["-" if e is None else f"{100 * e:.1f}%" for e in (row.one, row.together)]
+        table.add_row(row.data, f"{row.s2:.5f}", f"{row.a2:.5f}", f"{row.b2:.5f}", *shares)
+    return table
+
+
 def render(rows: Sequence[Row], title: str) -> Table:
     """Rows as a table: accuracy, costs and calibration for classification, the error for regression."""
     regression = "rmse" in rows[0].metrics
@@ -179,20 +215,20 @@ def render_speed(rows: Sequence[SpeedRow], title: str) -> Group:
             sizes.setdefault(f"{_speed_name(row)}, {runtime} {row.device}", row)
     parts: list[Text | Table] = [Text(title, style="bold")]
     for name, found in settings.items():
-        table = _speed_table(name, "network", "ms", "quartiles", "examples/s", "speed-up", "time share")
+        table = _section(name, "network", "ms", "quartiles", "examples/s", "speed-up", "time share")
         for row in found:
             spread = f"{1e3 * row.low:.2f}-{1e3 * row.high:.2f}"
             gain = "-" if row.speedup is None else f"{row.speedup:.2f}x"
             share = "-" if row.share is None else f"{100 * row.share:.0f}%"
             table.add_row(_speed_name(row), f"{1e3 * row.median:.2f}", spread, f"{row.throughput:.0f}", gain, share)
         parts.append(table)
-    table = _speed_table("sizes (peak: memory at the largest batch)", "network", "MACs", "on disk", "peak")
+    table = _section("sizes (peak: memory at the largest batch)", "network", "MACs", "on disk", "peak")
     for name, row in sizes.items():
         table.add_row(name, _short(row.macs, ""), _short(row.bytes, "B"), _short(row.memory, "B"))
     return Group(*parts, table)
 
 
-def _speed_table(title: str, *columns: str) -> Table:
+def _section(title: str, *columns: str) -> Table:
     table = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i else "left", no_wrap=True)

@@ -96,8 +96,11 @@ class _Pruning:
         result.write_networks(out)
         if dense is not None:
             artifacts.write_network(out / DENSE_FILE, dense.networks[0])
-        rows = evaluate.table(result, data.test, dense, disk=disk(out, result), device=device)
-        write_rows(out / EVALUATION, task, rows)
+        found = evaluate.measure(result, data.test, dense, disk=disk(out, result), device=device)
+        rows = found.rows
+        write_rows(out / artifacts.EVALUATION, task, rows, **found.besides())
+        if config.task == "classification":
+            examples.collect(result.posterior, data.test, dense, device).write(out)
         result.write_run(out)
         if not self.quiet:
             progress.show(rows, f"{task.model} on {len(data.test)} {task.split} examples of {task.data}")
@@ -155,7 +158,7 @@ def check_import(task: Task, given: dict[str, Any], whose: str) -> None:
         raise ConfigError(f"{whose} network is code, {task.model}: name it with --model, or add --trust-imports")
 
 
-def write_rows(path: Path, task: Task, rows: Sequence[evaluate.Row]) -> None:
-    """The table of an evaluation, as JSON."""
+def write_rows(path: Path, task: Task, rows: Sequence[evaluate.Row], **besides: Any) -> None:
+    """The table of an evaluation and whatever belongs to it, as JSON."""
     report = {"data": task.data, "split": task.split, "model": task.model, "rows": evaluate.as_dict(rows)}
-    artifacts.write_json(path, report)
+    artifacts.write_json(path, report | besides)

@@ -19,6 +19,7 @@ from dllp.config import Config
 from dllp.data import ArrayData, Dataset, stratified
 from dllp.data import load as load_data
 from dllp.data.download import Progress
+from dllp.data.ood import without
 from dllp.errors import ArtifactError, ConfigError, DataError
 from dllp.evaluate import DENSE
 
@@ -39,6 +40,7 @@ class Task:
         data_root: Folder in which `cifar10` is looked for.
         image_size: Side to which images of class folders are resized.
         augment: Augmentation of training images; by default crop-flip for colour images.
+        leave_out: Classes by name, separated by commas, that training never shows: see --ood of dllp evaluate.
         validation: Fraction or number of training examples to hold out, and to evaluate on instead of the test set.
         dense: Compare with the dense network: the given one, or one trained by the same recipe where init is fresh.
     """
@@ -49,6 +51,7 @@ class Task:
     data_root: str | None = None
     image_size: int | None = None
     augment: Literal["none", "crop-flip"] | None = None
+    leave_out: str = ""
     validation: int | float = 0
     dense: bool = True
 
@@ -66,6 +69,8 @@ class Task:
         """The data set, with the held-out part in place of the test split where one is asked for."""
         options: dict[str, Any] = dict(image_size=self.image_size, augment=self.augment, validation=self.validation)
         data = load_data(self.data, root=self.data_root, seed=seed, progress=progress, **options)
+        if self.leave_out:
+            data = without(data, tuple(name.strip() for name in self.leave_out.split(",")))
         return replace(data, test=data.validation) if self.validation and data.validation is not None else data
 
     def anchored(self) -> Task:

@@ -95,7 +95,7 @@ def test_regression_has_rmse_and_likelihood(tmp_path: Path) -> None:
     unknown = Posterior([network.eval()], torch.tensor([torch.nan]), "regression")
     rows = evaluate.table(result, ArrayData(x, y), unknown)
     members, noise = result.posterior.members(x), result.posterior.noise
-    assert set(rows[0].metrics) == {"rmse"}
+    assert set(rows[0].metrics) == {"rmse", "fitted_noise", "log_likelihood"}
     assert rows[1].metrics["rmse"] == pytest.approx(math.sqrt(float((members[0] - y).square().mean())), rel=1e-6)
     variance = members.var(0, correction=0) + noise.mean()
     expected = metrics.gaussian_nll(members.mean(0), variance, y)

@@ -29,13 +29,14 @@ MOST_CLASSES, LARGEST_IMAGE = 2**16, 2**13
 
 @dataclass(frozen=True)
 class Dataset:
-    """Training and test split, and a validation split where one was asked for."""
+    """Training and test split, a validation split where one was asked for, and test inputs of classes left out."""
 
     name: str
     train: ArrayData
     test: ArrayData
     classes: tuple[str, ...]
     validation: ArrayData | None = None
+    left_out: ArrayData | None = None
 
     @property
     def num_classes(self) -> int:

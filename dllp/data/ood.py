@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from dllp.data import load, names
+from dllp.data import Dataset, load, names
 from dllp.data.arrays import ArrayData, generator
 from dllp.data.folder import flat
 from dllp.errors import ConfigError, DataError
@@ -41,7 +41,7 @@ def find(name: str, like: ArrayData, *, left_out: ArrayData | None = None, root:
     if name in names() or (path / "train").is_dir() or (path / "test_x.npy").is_file():
         return resized(load(name, root=root).test.x, like)
     if path.is_dir():
-        return resized(flat(path, tuple(like.x.shape[2:])), like)
+        return resized(flat(path, _image_shape(like)[1:]), like)
     known = ", ".join((NOISE, *names(), LEFT_OUT))
     raise ConfigError(f"unknown out-of-distribution data {name!r}: choose {known} or a folder of images")
 
@@ -57,12 +57,9 @@ def noise(like: ArrayData, seed: int = 0) -> ArrayData:
 
 def resized(images: Tensor, like: ArrayData) -> ArrayData:
     """uint8 images (N, 1 or 3, h, w) in size and channels of `like` (bilinear), normalised as its images are."""
-    shape = tuple(like.x.shape[1:])
-    if like.x.dtype != torch.uint8 or len(shape) != 3 or shape[0] not in (1, 3):
-        raise DataError(f"images cannot become inputs of shape {shape} and type {like.x.dtype}: use noise instead")
+    channels, height, width = _image_shape(like)
     if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
         raise DataError(f"inputs of shape {tuple(images.shape[1:])} and type {images.dtype} are no uint8 images")
-    channels, height, width = shape
     out = np.empty((len(images), height, width, channels), np.uint8)
     for i, pixels in enumerate(images.permute(0, 2, 3, 1).cpu().numpy()):
         image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else np.ascontiguousarray(pixels))
@@ -71,9 +68,27 @@ def resized(images: Tensor, like: ArrayData) -> ArrayData:
     return unlabelled(like, torch.from_numpy(out).permute(0, 3, 1, 2).contiguous())
 
 
+def _image_shape(like: ArrayData) -> tuple[int, int, int]:
+    shape = tuple(like.x.shape[1:])
+    if like.x.dtype != torch.uint8 or len(shape) != 3 or shape[0] not in (1, 3):
+        raise DataError(f"images cannot become inputs of shape {shape} and type {like.x.dtype}: use noise instead")
+    return shape[0], shape[1], shape[2]
+
+
 def unlabelled(like: ArrayData, x: Tensor) -> ArrayData:
     """Inputs that are normalised as those of `like`; their labels are all zero and mean nothing."""
     return replace(like, x=x, y=torch.zeros(len(x), dtype=torch.int64), augment="none")
+
+
+def without(data: Dataset, classes: tuple[str, ...]) -> Dataset:
+    """The data set without some of its classes; their test inputs become its `left_out`."""
+    if not data.train.is_classification:
+        raise ConfigError(f"{data.name} is a regression: it has no classes to leave out")
+    train, _ = leave_out(data.train, data.classes, classes)
+    test, left = leave_out(data.test, data.classes, classes)
+    held = data.validation and leave_out(data.validation, data.classes, classes)[0]
+    stay = tuple(name for name in data.classes if name not in classes)
+    return replace(data, train=train, test=test, validation=held, classes=stay, left_out=left)
 
 
 def leave_out(data: ArrayData, classes: tuple[str, ...], without: tuple[str, ...]) -> tuple[ArrayData, ArrayData]:
