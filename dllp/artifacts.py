@@ -29,6 +29,10 @@ from dllp.errors import ArtifactError
 
 FORMAT = 1
 RUN = "run.json"
+LOG, EVALUATION, SPEED, CORRUPTIONS = "log.jsonl", "evaluation.json", "speed.json", "corruptions.json"
+EXAMPLES, PAGE = "examples.safetensors", "report.html"
+"""Files that commands add to a run."""
+UNFINISHED = "checkpoints"
 _INDEX, _VALUE = "#index", "#value"
 _DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3",
@@ -179,6 +183,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     """The run.json of a finished run, its format checked."""
     if not folder.is_dir():
         raise ArtifactError(f"{folder} is not a folder: give the folder of a finished run")
+    if not (folder / RUN).is_file() and (folder / UNFINISHED).is_dir():
+        raise ArtifactError(f"{folder} holds an unfinished run: finish it with dllp prune --resume --out {folder}")
     if not (folder / RUN).is_file():
         raise ArtifactError(f"{folder} holds no {RUN}: it is not the folder of a finished run")
     path = member(folder, RUN)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dllp import api, artifacts, evaluate, options, progress, pruning, shipping, studying
+from dllp import api, artifacts, evaluate, options, progress, pruning, reporting, shipping, studying
 from dllp.bench import run as bench
 from dllp.bench import tables
 from dllp.bench.jobs import Runner
@@ -24,7 +24,7 @@ from dllp.errors import ConfigError, DllpError, Interrupted
 from dllp.task import DENSE_FILE, SETTINGS, Task, as_trained, described, disk, outputs, subset
 
 STUDYING = {"analyze": studying.analyze}
-SHIPPING = {"export": shipping.export, "speed": shipping.speed}
+SHIPPING = {"export": shipping.export, "speed": shipping.speed, "report": reporting.write}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -79,6 +79,15 @@ examples:
       raw images to prediction, aleatoric and epistemic doubt, all particles in one graph
   dllp export runs/demo --pad-to 8 --out demo.onnx
       dead channels up to multiples of 8: the same outputs, often much faster in onnxruntime"""
+REPORT_EXAMPLES = """Needs pip install 'dllp[report]'. The page holds everything: it opens from a file and asks for
+nothing. Latency is what `dllp speed` found before, or is measured briefly; corruptions are shown where
+`dllp evaluate --corrupt` was run.
+
+examples:
+  dllp report runs/demo
+      writes runs/demo/report.html
+  dllp report runs/a runs/b runs/c --out comparison.html
+      accuracy against FLOPs with the Pareto front, and where the settings differ"""
 SPEED_EXAMPLES = """Needs pip install 'dllp[onnx]'. Networks take turns, so that all see the same machine.
 
 examples:
@@ -95,7 +104,7 @@ ANALYZE_EXAMPLES = """examples:
 def parse(words: Iterable[str]) -> tuple[str, dict[str, Any]]:
     """The command, and what the user gave for it; nothing that was not given."""
     parser = _parser(
-        "prune, evaluate, analyze, export, speed, bench, methods",
+        "prune, evaluate, analyze, report, export, speed, bench, methods",
         ABOUT,
         "`dllp COMMAND --help` explains a command and shows examples.",
         prog="dllp",
@@ -104,6 +113,7 @@ def parse(words: Iterable[str]) -> tuple[str, dict[str, Any]]:
     commands.add_subcommand("prune", _prune(), help="train and prune a network in one run")
     commands.add_subcommand("evaluate", _evaluate(), help="measure the networks of a run folder")
     commands.add_subcommand("analyze", _analyze(), help="say what a run did to the distribution of its weights")
+    commands.add_subcommand("report", _report(), help="show a run as one HTML page, or compare several")
     commands.add_subcommand("export", _export(), help="write a run's networks as ONNX or pt2")
     commands.add_subcommand("speed", _speed(), help="time the dense against the pruned network")
     commands.add_subcommand("bench", _bench(), help="measure a table of the paper")
@@ -235,6 +245,18 @@ def _folder(parser: ArgumentParser) -> None:
     parser.add_argument("--shape", type=int, nargs="+", metavar="N", help=text)
 
 
+def _report() -> ArgumentParser:
+    about = "Show a finished run as one self-contained HTML page, or compare several."
+    parser = _parser("report DIR...", about, REPORT_EXAMPLES)
+    parser.add_argument("folders", type=str, nargs="+", metavar="DIR", help="Folders of finished runs.")
+    text = "File to write. (default: report.html in the run's folder; for several runs in the current one)"
+    parser.add_argument("--out", type=str, metavar="FILE", help=text)
+    _add_fields(parser, Task, ("data", "model", "data_root"), default=None)
+    _trust(parser)
+    parser.add_argument("--quiet", action="store_true", help="Print nothing but errors.")
+    return parser
+
+
 def _export() -> ArgumentParser:
     about = "Write a run's networks as one file for other runtimes, with a dynamic batch."
     parser = _parser("export DIR --out FILE", about, EXPORT_EXAMPLES)
@@ -361,13 +383,13 @@ def _plain(message: str) -> str:
     if unknown:
         options = [
             flag
-            for parser in (_prune(), _evaluate(), _analyze(), _export(), _speed(), _bench(), _methods())
+            for parser in (_prune(), _evaluate(), _analyze(), _report(), _export(), _speed(), _bench(), _methods())
             for flag in parser._option_string_actions
         ]
         return f"unknown option {unknown[1]}{_near(unknown[1], options)}"
     key = re.match(r'Parser key "(\w+)"(?: element \d+)?:', message)
     if not key:
-        message = re.sub(r"(evaluate|analyze|export|speed)\.folder", "the run folder", message)
+        message = re.sub(r"(evaluate|analyze|report|export|speed)\.folders?", "the run folder", message)
         return message.replace("bench.name", "the table's name").replace("export.out", "--out FILE")
     kinds: list[str] = re.findall(r"Expected an? (typing\.Literal\[.*?\]|<class '\w+'>)", message)
     words = [_KINDS.get(kind) or kind.removeprefix("typing.Literal").strip("[]").replace("'", "") for kind in kinds]

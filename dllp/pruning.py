@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from dllp import api, artifacts, evaluate, options, progress
+from dllp import api, artifacts, evaluate, examples, options, progress
 from dllp.checkpoints import Checkpoints
 from dllp.config import Config
 from dllp.errors import ConfigError, Interrupted, NumericsError
 from dllp.runs import RunFolder, Signals
 from dllp.state import FREE
-from dllp.task import DENSE_FILE, EVALUATION, SETTINGS, Task, describe, disk
+from dllp.task import DENSE_FILE, SETTINGS, Task, describe, disk
 from dllp.train import EpochRecord, Trainer
 
 OWN = (

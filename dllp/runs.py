@@ -26,12 +26,13 @@ from filelock import FileLock, Timeout
 from dllp import artifacts, reading
 from dllp.checkpoints import Checkpoints
 from dllp.errors import ArtifactError, Interrupted
-from dllp.task import DENSE_FILE, EVALUATION, LOG, SETTINGS
+from dllp.task import DENSE_FILE, SETTINGS
 from dllp.train import EpochRecord
 
-CHECKPOINTS, LOCK = "checkpoints", ".lock"
+CHECKPOINTS, LOCK = artifacts.UNFINISHED, ".lock"
 OWN = (
-    LOCK, SETTINGS, CHECKPOINTS, LOG, artifacts.RUN, EVALUATION, DENSE_FILE, "gates.safetensors",
+    LOCK, SETTINGS, CHECKPOINTS, artifacts.LOG, artifacts.RUN, artifacts.EVALUATION, DENSE_FILE, "gates.safetensors",
+    artifacts.EXAMPLES, artifacts.SPEED, artifacts.CORRUPTIONS, artifacts.PAGE,
     "particle-*.safetensors", "reference-*.safetensors", ".*.tmp",
 )  # fmt: skip
 """Names that a run gives; an unfinished run's folder with any other file in it is never replaced."""
@@ -172,16 +173,18 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self._log = [line for line in self._log if line["training"] != training]
         self._log += [{"training": training, **record.as_dict()} for record in history]
         text = "".join(json.dumps(line) + "\n" for line in self._log)
-        artifacts.write_bytes(self.folder / LOG, text.encode())
+        artifacts.write_bytes(self.folder / artifacts.LOG, text.encode())
 
     def log(self, training: str, record: EpochRecord) -> None:
         """One more line."""
         self._log.append({"training": training, **record.as_dict()})
         try:
-            with open(self.folder / LOG, "a", encoding="utf-8") as handle:
+            with open(self.folder / artifacts.LOG, "a", encoding="utf-8") as handle:
                 handle.write(json.dumps(self._log[-1]) + "\n")
         except OSError as error:
-            raise ArtifactError(f"cannot write {self.folder / LOG}: {error.strerror}; free some space") from None
+            raise ArtifactError(
+                f"cannot write {self.folder / artifacts.LOG}: {error.strerror}; free some space"
+            ) from None
 
     def _sweep(self) -> None:
         """Remove what a killed process left, and after the end the checkpoints."""

@@ -13,7 +13,7 @@ from torch import nn
 from dllp import api, artifacts, options, progress, pruning
 from dllp import export as exporting
 from dllp import speed as measuring
-from dllp.errors import ConfigError
+from dllp.errors import ArtifactError, ConfigError
 from dllp.task import SETTINGS, Task, described, outputs
 
 SLOWEST = 5
@@ -54,16 +54,21 @@ def speed(given: dict[str, Any]) -> None:
         tell("layers")
         layers = measuring.layers(found[0], found[1], shape, batch=max(batches))
     slowest = sorted(layers, key=lambda layer: -layer.lost_ms)[:SLOWEST]
+    report = {
+        "folder": str(given["folder"]),
+        "environment": environment(),
+        "rows": measuring.as_dict(rows),
+        "layers": [vars(layer) | {"lost_ms": layer.lost_ms} for layer in layers],
+    }
     if "json" in given:
-        report = {
-            "folder": str(given["folder"]),
-            "environment": environment(),
-            "rows": measuring.as_dict(rows),
-            "layers": [vars(layer) | {"lost_ms": layer.lost_ms} for layer in layers],
-        }
         artifacts.write_json(Path(given["json"]), report)
     if not given.get("quiet"):
         progress.show_speed(rows, slowest, f"{given['folder']}: particle {given.get('particle', 1)} against dense")
+    if given.get("particle", 1) == 1:  # the one that the report speaks of
+        try:
+            artifacts.write_json(Path(given["folder"]) / artifacts.SPEED, report)
+        except ArtifactError as error:
+            pruning.warn(f"{error}; the report will not show these times")
 
 
 def environment() -> dict[str, Any]:

@@ -23,7 +23,7 @@ from dllp.data.ood import without
 from dllp.errors import ArtifactError, ConfigError, DataError
 from dllp.evaluate import DENSE
 
-SETTINGS, LOG, DENSE_FILE, EVALUATION = "config.yaml", "log.jsonl", "dense.safetensors", "evaluation.json"
+SETTINGS, DENSE_FILE = "config.yaml", "dense.safetensors"
 SMALL = 10_000
 """Training sets with fewer examples get batches of 64."""
 

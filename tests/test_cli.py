@@ -41,6 +41,7 @@ def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_run_folder_holds_everything(run: Path) -> None:
     networks = {f"{kind}-{i}.safetensors" for kind in ("particle", "reference") for i in (0, 1)}
     other = {"config.yaml", "log.jsonl", "run.json", "gates.safetensors", "dense.safetensors", "evaluation.json"}
+    other.add("examples.safetensors")
     assert {path.name for path in run.iterdir()} == networks | other
     assert [path.name for path in run.parent.iterdir()] == ["first"]
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]

@@ -1,0 +1,115 @@
+"""Measured time: what became of the saved FLOPs, and the layers that hold the pruned network back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dllp.report.channels import ROW
+from dllp.report.contents import Run, Speed
+from dllp.report.figures import BLUE, CYCLE, ORANGE, Plot, Section, axis, distinct, names_axis, short
+from dllp.report.markup import folded, note, table
+from dllp.report.names import plot_text
+from dllp.speed import DENSE, PRUNED, LayerTime
+from dllp.speed import Row as SpeedRow
+
+MOST = 30
+"""Layers that are drawn: those that matter most."""
+
+
+def section(run: Run) -> Section | None:
+    """Times of dense and pruned network; None where nothing was measured and nothing can be said."""
+    speed = run.speed
+    if speed is None or not speed.rows:
+        why = run.missing.get("latency", "")
+        return Section("speed", "Speed", markup=note(why)) if why else None
+    plots = [_times(speed)]
+    held = holding_back(speed.layers)
+    if held:
+        plots.append(_layers(speed.layers))
+    return Section("speed", "Speed", lead=_verdict(speed, held), markup=_table(speed.rows), plots=tuple(plots))
+
+
+def holding_back(layers: Sequence[LayerTime], count: int = 5) -> list[LayerTime]:
+    """The layers whose time fell least short of their FLOPs, the worst first."""
+    return [layer for layer in sorted(layers, key=lambda layer: -layer.lost_ms)[:count] if layer.lost_ms > 0]
+
+
+def headline(rows: Sequence[SpeedRow]) -> SpeedRow | None:
+    """The pruned network in the largest batch on the fewest threads: the row that is spoken of."""
+    found = [
+        row for row in rows if row.network == PRUNED and row.speedup is not None and not row.runtime.endswith("int8")
+    ]
+    return min(found, key=lambda row: (row.device != "cpu", row.threads, -row.batch), default=None)
+
+
+def _verdict(speed: Speed, held: Sequence[LayerTime]) -> str:
+    row = headline(speed.rows)
+    if row is None or row.speedup is None:
+        return speed.source
+    text = f"{row.speedup:.2f}× as fast as dense ({describe(row)}; {speed.source})."
+    if row.share is not None:
+        text += f" {100 * row.share:.0f}% of the saved FLOPs became saved time."
+        if row.share < 1 and held:
+            names = ", ".join(f"{layer.layer} ({layer.lost_ms:.2f} ms)" for layer in held[:3])
+            text += f" What holds it back most: {names}, in milliseconds above their share of the FLOPs."
+    return text
+
+
+def describe(row: SpeedRow) -> str:
+    """The setting in words."""
+    threads = f", {row.threads} thread{'s' * (row.threads > 1)}" if row.device == "cpu" else ""
+    return f"{row.runtime}, {row.device}{threads}, batch {row.batch}"
+
+
+def _times(speed: Speed) -> Plot:
+    networks = list(dict.fromkeys(row.network for row in speed.rows))
+    traces = []
+    for i, network in enumerate(networks):
+        rows = [row for row in speed.rows if row.network == network]
+        y = [1e3 * row.median / row.batch for row in rows]
+        spread = {"type": "data", "symmetric": False, "array": short(1e3 * (r.high - r.median) / r.batch for r in rows),
+                  "arrayminus": short(1e3 * (r.median - r.low) / r.batch for r in rows)}  # fmt: skip
+        traces.append({
+            "type": "bar", "orientation": "h", "y": [plot_text(describe(row), 60) for row in rows], "x": short(y),
+            "error_x": spread, "name": plot_text(network),
+            "marker": {"color": ORANGE if network == DENSE else CYCLE[(i - 1) % 5]},
+            "hovertemplate": "%{y}: %{x:.3f} ms for each example",
+        })  # fmt: skip
+    settings = len({describe(row) for row in speed.rows})
+    layout = {"xaxis": axis("milliseconds for each example"), "yaxis": names_axis(), "barmode": "group"}
+    caption = "Median time with quartiles; the networks took turns, so that all saw the same machine."
+    return Plot("latency", "Measured time", caption, traces, layout, height=140 + 16 * settings * len(networks) + 20)
+
+
+def _layers(layers: Sequence[LayerTime]) -> Plot:
+    chosen = sorted(layers, key=lambda layer: -layer.lost_ms)[:MOST]
+    chosen = [layer for layer in layers if layer in chosen]
+    names = distinct(f"{layer.layer} ({layer.dense_width} → {layer.pruned_width})" for layer in chosen)
+    bars = {
+        "dense": (ORANGE, [layer.dense_ms for layer in chosen]),
+        "pruned": (BLUE, [layer.pruned_ms for layer in chosen]),
+    }
+    traces = [
+        {"type": "bar", "orientation": "h", "y": names, "x": short(x), "name": name, "marker": {"color": color}}
+        for name, (color, x) in bars.items()
+    ]
+    ideal = [layer.dense_ms * layer.kept_macs for layer in chosen]
+    traces.append({
+        "type": "scatter", "mode": "markers", "y": names, "x": short(ideal), "name": "pruned, if FLOPs were time",
+        "marker": {"symbol": "line-ns-open", "size": 16, "line": {"width": 3}, "color": "#D55E00"},
+    })  # fmt: skip
+    layout = {"xaxis": axis("milliseconds of one batch"), "yaxis": names_axis(), "barmode": "group"}
+    caption = (
+        "Time of each layer, dense and pruned, with its channels. The upright mark is the dense time scaled by the "
+        "FLOPs that are left: what a pruned bar reaches beyond it holds the network back."
+    )
+    return Plot("layers", "Layers that hold it back", caption, traces, layout, height=140 + 2 * ROW * len(chosen))
+
+
+def _table(rows: Sequence[SpeedRow]) -> str:
+    cells = [
+        [f"{row.network}, {describe(row)}", f"{1e3 * row.median:.3f}", f"{row.throughput:.0f}",
+         "–" if row.speedup is None else f"{row.speedup:.2f}×", "–" if row.share is None else f"{100 * row.share:.0f}%"]
+        for row in rows
+    ]  # fmt: skip
+    return folded("Every setting", table(("network", "ms", "examples/s", "speed-up", "time share"), cells))

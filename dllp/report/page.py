@@ -1,0 +1,94 @@
+"""One file that needs nothing else: markup, style, plots and plotly itself, under a policy that forbids the rest."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import importlib.util
+import json
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from string import Template
+
+from dllp.errors import ConfigError
+from dllp.report.figures import Plot, Section
+from dllp.report.names import html_text, plain
+
+INSTALL = "pip install 'dllp[report]'"
+
+
+def require_plotly() -> Path:
+    """The file of plotly's JavaScript, or one line that says how to get it; the package itself is not imported."""
+    found = importlib.util.find_spec("plotly")
+    places = [
+        Path(place) / "package_data" / "plotly.min.js" for place in (found and found.submodule_search_locations) or ()
+    ]
+    for place in places:
+        if place.is_file():
+            return place
+    raise ConfigError(f"the report needs plotly: {INSTALL}")
+
+
+def render(title: str, sections: Sequence[Section]) -> bytes:
+    """The page.
+
+    Only two scripts may run, named by their hashes: the page's own, and plotly as it is unpacked. Whatever a name in a
+    run folder holds, it is data; and no address can be reached from the page.
+    """
+    library = require_plotly().read_bytes()
+    script = _part("draw.js")
+    plots = {plot.id: _plot(plot) for section in sections for plot in section.plots}
+    allowed = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s).digest()).decode()}'" for s in (script, library))
+    text = Template(_part("page.html").decode()).substitute(
+        policy=f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+        "form-action 'none'",
+        title=html_text(title),
+        style=_part("style.css").decode(),
+        navigation="".join(f'<a href="#{s.id}">{html_text(s.title)}</a>' for s in sections),
+        sections="".join(map(_section, sections)),
+        plots=_embedded(plots),
+        # level 9 takes four times as long to save a hundredth
+        library=base64.b64encode(gzip.compress(library, 6, mtime=0)).decode(),
+        script=script.decode(),
+    )
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _part(name: str) -> bytes:
+    return (resources.files("dllp.report") / name).read_bytes()
+
+
+def _embedded(value: object) -> str:
+    """JSON inside a script element, which no text in it can close."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _plot(plot: Plot) -> dict[str, object]:
+    if not plot.choices:
+        return {"data": plot.data, "layout": plot.layout}
+    return {"layout": plot.layout, "choices": [{"name": plain(n), "data": data} for n, data in plot.choices.items()]}
+
+
+def _section(section: Section) -> str:
+    lead = f"<p>{html_text(section.lead, 2000)}</p>" if section.lead else ""
+    figures = "".join(map(_figure, section.plots))
+    figures = f'<div class="figures">{figures}</div>' if figures else ""
+    head = f'<h2 id="{section.id}-title">{html_text(section.title)}</h2>'
+    body = head + lead + section.markup + figures
+    return f'<section id="{section.id}" aria-labelledby="{section.id}-title">{body}</section>'
+
+
+def _figure(plot: Plot) -> str:
+    title, caption = html_text(plot.title), html_text(plot.caption, 2000)
+    choice = ""
+    if plot.choices:
+        choice = f'<label>{html_text(plot.label)} <select data-chooses="{plot.id}"></select></label>'
+    return (
+        f"<figure><h3>{title}</h3>{choice}"
+        f'<div class="plot" id="plot-{plot.id}" data-plot="{plot.id}" role="img" tabindex="0" '
+        f'aria-label="{title}. {caption}" style="height:{plot.height}px"></div>'
+        f"<figcaption>{caption}</figcaption></figure>"
+    )

@@ -1,0 +1,121 @@
+"""How the run went: loss, accuracy, cost against its budget, temperature, and the gates over time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from dllp.belief import BINS
+from dllp.report.contents import Run
+from dllp.report.figures import BLUE, GREEN, GREY, ORANGE, VERMILION, Plot, Section, Trace, axis, band, line
+from dllp.report.names import plain
+from dllp.train import EpochRecord
+
+PHASES = {"soft": "gates close", "discrete": "gates discrete"}
+
+
+def section(run: Run) -> Section | None:
+    """The curves of one run; None where it kept no history."""
+    history = run.history
+    if not history:
+        return None
+    x = [record.epoch for record in history]
+    plots = [
+        Plot(
+            "loss", "Training loss",
+            "Mean over the particles; the band reaches from the best to the worst of them. "
+            "Loss and accuracy are of the training batches as they were seen, with gates and augmentation.",
+            _values(history, "loss", "pruned", BLUE) + _values(run.dense_history, "loss", "dense", ORANGE, "dash"),
+            _layout(history, "loss in nats", type="log"),
+        )
+    ]  # fmt: skip
+    if all(record.accuracy is not None for record in history):
+        plots.append(
+            Plot(
+                "accuracy", "Training accuracy", "The dense network is trained by the same recipe, without gates.",
+                _values(history, "accuracy", "pruned", BLUE)
+                + _values(run.dense_history, "accuracy", "dense", ORANGE, "dash"),
+                _layout(history, "accuracy", tickformat=".0%"),
+            )
+        )  # fmt: skip
+    if run.widths:
+        budget = run.budget
+        costs = _values(history, "cost", "cost", BLUE)
+        if budget is not None:
+            costs.append(line("ramp", x, [record.budget for record in history], GREY, "dot"))
+            costs.append(line("budget", [x[0], x[-1]], [budget[1]] * 2, VERMILION, "dash"))
+        which = "parameters" if budget and budget[0] == "params" else "FLOPs"
+        plots += [
+            Plot(
+                "cost", f"{which} against the budget",
+                "Expected cost while the gates are soft, true cost once they are discrete, over the dense network's.",
+                costs, _layout(history, f"share of the {which}", tickformat=".0%", rangemode="tozero"),
+            ),
+            Plot(
+                "temperature", "Temperature and undecided gates",
+                "Undecided are gates with a probability between 5% and 95%; a cold temperature makes them choose.",
+                [line("temperature", x, [record.temperature for record in history], ORANGE),
+                 *_values(history, "undecided", "undecided gates", GREEN, "dash")],
+                _layout(history, "share, temperature", rangemode="tozero"),
+            ),
+        ]  # fmt: skip
+    plots += _gates(run)
+    return Section("training", "Training", plots=tuple(plots))
+
+
+def _values(history: Sequence[EpochRecord], name: str, label: str, color: str, dash: str = "solid") -> list[Trace]:
+    """Mean over the particles, with a band where there are several."""
+    parts = [(record.epoch, getattr(record, name)) for record in history if getattr(record, name)]
+    if not parts:
+        return []
+    x, values = [epoch for epoch, _ in parts], [part for _, part in parts]
+    several = band(x, map(min, values), map(max, values), color) if len(values[0]) > 1 else []
+    return [*several, line(label, x, [sum(part) / len(part) for part in values], color, dash)]
+
+
+def _layout(history: Sequence[EpochRecord], title: str, **more: Any) -> dict[str, Any]:
+    """Lines where the run entered a new phase."""
+    shapes, notes = [], []
+    for before, after in pairwise(history):
+        if after.phase != before.phase and after.phase in PHASES:
+            place = {"x": after.epoch - 0.5, "xref": "x", "yref": "paper"}
+            edge = {"x0": place["x"], "x1": place["x"], "y0": 0, "y1": 1, "xref": "x", "yref": "paper"}
+            shapes.append({"type": "line", "line": {"color": GREY, "width": 1, "dash": "dot"}} | edge)
+            notes.append(place | {"y": 1, "text": PHASES[after.phase], "showarrow": False, "xanchor": "left",
+                                  "yanchor": "bottom", "font": {"size": 11}})  # fmt: skip
+    return {"xaxis": axis("epoch"), "yaxis": axis(title, **more), "shapes": shapes, "annotations": notes}
+
+
+def _gates(run: Run) -> list[Plot]:
+    """Share of gates by probability and epoch, for all layers together and for each."""
+    wanted = (len(run.widths), BINS)
+    kept = [record for record in run.history if np.shape(record.gates) == wanted]
+    if not kept or not run.widths:
+        return []
+    counts = np.asarray([record.gates for record in kept], dtype=float)  # (epochs, modules, BINS)
+    x = [record.epoch for record in kept]
+
+    def picture(part: np.ndarray) -> list[Trace]:
+        share = 100 * part / np.maximum(part.sum(1, keepdims=True), 1)
+        return [{
+            "type": "heatmap", "x": x, "y": [(k + 0.5) / BINS for k in range(BINS)],
+            "z": [[round(float(v), 2) for v in row] for row in share.T], "zmin": 0, "zmax": 100,
+            "colorscale": "Cividis", "colorbar": {"title": {"text": "% of gates"}, "thickness": 12},
+            "hovertemplate": "epoch %{x}, probability about %{y:.2f}: %{z}% of the gates<extra></extra>",
+        }]  # fmt: skip
+
+    choices = {"all layers": picture(counts.sum(1))}
+    choices |= {plain(name): picture(counts[:, i]) for i, name in enumerate(run.widths)}
+    return [
+        Plot(
+            "gates", "Gate probabilities over time",
+            "Bright is where many gates are. They start open, spread while the budget tightens, and end at 0 or 1: "
+            "a gate that stays in between was decided by the budget alone.",
+            choices["all layers"],
+            {"xaxis": axis("epoch"), "yaxis": axis("probability", range=[0, 1])},
+            choices=choices, label="Layer",
+        )
+    ]  # fmt: skip
