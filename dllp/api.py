@@ -271,13 +271,32 @@ def collect(trainer: Trainer, structure: Structure, example: Tensor) -> Result:
         },
         widths=widths,
         whole=dict(structure.whole),
-        info=environment(trainer.particles.device),
+        info=environment(trainer.particles.device) | log_prior(trainer),
     )
 
 
 def posterior_of(networks: Sequence[nn.Module], noise: Tensor, config: Config) -> Posterior:
     """Networks that were trained by `config`, and the noise (n,) of each, as a posterior."""
     return Posterior(networks, noise, config.task, head=config.noise == "input")
+
+
+def costs(gating: ChannelGating | WeightGating, keep: Tensor) -> tuple[list[Size], dict[str, list[int]]]:
+    """Decided gates (n, U) -> what each network costs, and kept and original channels (or weights) of each module."""
+    z = keep.to(torch.get_default_dtype())
+    pairs = zip(gating.flops.expected(z), gating.params.expected(z), strict=True)
+    sizes = [Size(float(macs), round(float(params))) for macs, params in pairs]
+    kept = gating.scales.module_sums(z).round().int().cpu().T.tolist()
+    counts = zip(gating.scales.modules, gating.scales.lengths, kept, strict=True)
+    return sizes, {name: [*each, total] for name, total, each in counts}
+
+
+def log_prior(trainer: Trainer) -> dict[str, Any]:
+    """What the prior says of each particle, and N, by which it counts in the mean log-posterior (Section 2)."""
+    if trainer.gating is None:
+        return {}
+    with torch.no_grad():
+        values = trainer.belief.log_prior(trainer.particles.rows)
+    return {"log_prior": values.tolist(), "num_data": trainer.num_data}
 
 
 def load(folder: str | Path, model: nn.Module) -> Result:

@@ -125,7 +125,19 @@ class Belief:
         """bool (n, U): the gates that stay, such that the true cost meets the budget."""
         if not bool(self.logits.isfinite().all()):
             raise NumericsError(f"the gates are not finite: training diverged; lower lr (now {self.config.lr})")
-        return torch.stack([self._gating.select(row, self.budget, self.target) for row in self.logits])
+        return torch.stack([self._gating.select(row, self.budget, self.target) for row in odds])
+
+    def log_prior(self, rows: Tensor) -> Tensor:
+        """(n, P) -> (n,): log density of all gated scales, equation 10 or the prior in its place, in float64."""
+        scales = self._gating.scales
+        values = scales.of(rows).double()
+        if self.other is None:
+            slab = scales.spread(self.log_slab).exp().double()
+            return priors.spike_and_slab_log_prob(values, self.logits.double(), slab, self.spike).sum(1)
+        prior, parameters = self.other
+        parts = values.split(list(scales.lengths), dim=1) if prior.scope == "module" else [values]
+        sums = [torch.stack([prior.log_prob(row, *parameters).sum() for row in part]) for part in parts]
+        return torch.stack(sums).sum(0)
 
     def rest(self, keep: Tensor) -> None:
         """Hold the decisions (n, U): from here on only the noise learns."""

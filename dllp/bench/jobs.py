@@ -203,6 +203,7 @@ class Runner:
         result = prune(self._network(job), train, config, **self.watch)
         seconds = sum(record["seconds"] for record in result.history)
         detail = {"widths": result.widths, "history": result.history, "noise": result.gates["noise"].tolist()}
+        detail |= {name: result.info[name] for name in ("log_prior", "num_data")}
         return Trained(result.posterior, result.sizes, result.dense, seconds, detail)
 
     def _dense(self, job: Job, train: ArrayData, config: Config) -> Trained:
