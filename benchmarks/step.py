@@ -61,7 +61,7 @@ def stepper(variant: str, options: argparse.Namespace) -> Callable[[], None]:
     particles = Particles.start(model, config, device)
     gating = make_gating(model, discover(model, x[:2]), particles, config, None)
     trainer = Trainer(particles, gating, config, num_data=50_000, steps_per_epoch=50_000 // options.batch)
-    trainer.set_knobs()
+    trainer.prepare(x)
     assert trainer.phase == "soft"
     return lambda: trainer.step(x, y)
 

@@ -2,8 +2,9 @@
 
     python benchmarks/train.py --network resnet56 --batch 512 --particles 2
 
-Phases: `plain` n copies trained with SGD, `dense` the same through the trainer, `soft` with relaxed gates,
-`discrete` sliced at the budget. Times are medians over repeated windows, interleaved so that all see the same machine.
+Phases: `plain` n copies trained with SGD (once more with this library's fused norms), `dense` the same through the
+trainer, `soft` with relaxed gates, `discrete` sliced at the budget. Times are medians over repeated windows, interleaved
+so that all see the same machine.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable
 import torch
 from plain import PlainCopies
 
-from dllp import zoo
+from dllp import fusion, zoo
 from dllp.api import make_gating
 from dllp.config import Config
 from dllp.engine import Capture
@@ -73,8 +74,10 @@ def main() -> None:
             memory[name] = (torch.cuda.max_memory_reserved() - base) / 2**20
         runs[name] = step
 
-    def plain() -> Callable[[], None]:
+    def plain(fused: bool) -> Callable[[], None]:
         copies = PlainCopies(model, options.particles, device, bf16)
+        if fused:
+            copies.networks = fusion.fuse(copies.networks, x[:16])
         capture = Capture(copies.step, torch.Generator(device), enabled=bf16 and options.engine != "eager")
         return lambda: capture(x, y, key="plain")
 
@@ -84,7 +87,7 @@ def main() -> None:
         if phase == "discrete":
             trainer.belief.logits.normal_(generator=trainer.belief.generator)
             trainer.discretise(trainer.gating)
-        trainer.set_knobs()
+        trainer.prepare(x)
 
         def step() -> None:
             trainer.capture(x, y, key=trainer.phase)
@@ -93,7 +96,9 @@ def main() -> None:
         return step
 
     states: dict[str, str] = {}
-    add("plain", plain)
+    add("plain", lambda: plain(False))
+    if bf16 and fusion.available():
+        add("plain, fused norms", lambda: plain(True))
     for phase in ("dense", "soft", "discrete"):
         add(phase, lambda phase=phase: dllp(phase))
     times: dict[str, list[float]] = {name: [] for name in runs}

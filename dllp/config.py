@@ -67,6 +67,8 @@ class Config:
         gate_logit: Initial gate logit (3: gates start 95% open).
         open_until, ramp_until, discrete_at: Progress in [0, 1] at which gates start to close, the budget
             ramp reaches its target, and gates become discrete and the network is sliced.
+        decide_by: What is ranked when gates become discrete: `gate`, their probabilities, or `posterior`, the odds that
+            a weight belongs to the slab given its gate and its value.
         tau_start, tau_end: Temperature of the relaxed gates, annealed until `discrete_at`.
         dual_step: Step of the budget's multiplier.
         gap_penalty: Weight of the squared gap between expected cost and ramp.
@@ -122,6 +124,7 @@ class Config:
     open_until: float = 0.05
     ramp_until: float = 0.35
     discrete_at: float = 0.5
+    decide_by: Literal["gate", "posterior"] = "gate"
     tau_start: float = 1.0
     tau_end: float = 0.1
     dual_step: float = 0.02

@@ -39,8 +39,9 @@ class Capture:
             return self.step(x, y)
         # shapes never change within a phase: let cuDNN measure which kernels are fastest
         with torch.backends.cudnn.flags(
-            enabled=True, benchmark=not self.deterministic, deterministic=self.deterministic
-        ):
+            enabled=True, benchmark=not self.deterministic, deterministic=self.deterministic,
+            allow_tf32=torch.backends.cudnn.allow_tf32,
+        ):  # fmt: skip
             self._run(x, y, key)
 
     def _run(self, x: Tensor, y: Tensor, key: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dllp import objective, priors, schedule, stein
+from dllp import fusion, objective, priors, schedule, stein
 from dllp.belief import Belief
 from dllp.config import Config
 from dllp.gating import ChannelGating, WeightGating
@@ -46,12 +46,15 @@ class Step:
         rows, device = particles.rows, particles.device
         self.belief = Belief(gating, config, rows, num_data)
         self.lane = 8 if device.type == "cuda" else 1  # widths that tensor cores like
+        self.fused = device.type == "cuda" and config.engine != "eager" and fusion.available()
+        self.computing: list[nn.Module] = []  # what forward runs: the active networks, their norms fused where possible
         self.closed: list[tuple[Fold, Tensor]] = []  # folds and gates that close the padding of slices
         self.teachers: list[nn.Module] = []  # the particles as they stood when gates began to close
         self.momentum = torch.zeros_like(rows)
         self.gaussian = config.likelihood == "gaussian"
         self.scores = torch.zeros_like(rows if self.gaussian else rows[:, :0])
         self.prior_scores = torch.zeros_like(rows if gating else rows[:, :0])
+        self.penalty: Callable[[Tensor], Tensor] | None = None  # (n, P) rows -> gradient of a regulariser
         self.knobs = rows.new_zeros(3)  # lr, temperature, ramp: read inside captured steps
         self.healthy = torch.ones((), dtype=torch.bool, device=device)
         self.statistics = torch.zeros(2, len(rows), device=device, dtype=torch.float64)  # sums of loss and of hits
@@ -76,13 +79,16 @@ class Step:
             return "discrete"
         return "open" if self.gating is None or self.progress < self.config.open_until else "soft"
 
-    def prepare(self) -> None:
+    def prepare(self, x: Tensor) -> None:
         """What comes before a step: gates that are due are decided, teachers are kept as gates begin to close."""
         c = self.config
         if self.gating is not None and self.belief.keep is None and self.progress >= c.discrete_at:
             self.discretise(self.gating)
         if self.phase == "soft" and c.teacher_weight and not self.teachers:
             self.teachers = [teacher(network) for network in self.particles.networks]
+        if not self.computing:
+            active = self.particles.active
+            self.computing = fusion.fuse(active, x[:16]) if self.fused else active
         self.set_knobs()
 
     def set_knobs(self) -> None:
@@ -115,7 +121,7 @@ class Step:
 
     def discretise(self, gating: ChannelGating | WeightGating) -> None:
         """Decide the gates. From here on only the slab moves, and what remains of the prior is a weight decay on it."""
-        self.apply_decisions(gating, self.belief.decide())
+        self.apply_decisions(gating, self.belief.decide(self.particles.rows))
 
     def apply_decisions(self, gating: ChannelGating | WeightGating, keep: Tensor) -> None:
         """Hold the gates at `keep` (n, U), and slice channel-gated networks."""
@@ -136,6 +142,7 @@ class Step:
         wide = [gating.recipe(network, row) for network, row in zip(networks, padded, strict=True)]
         slab = [gating.recipe(network, row) for network, row in zip(networks, keep, strict=True)]
         self.particles.slice(wide, slab)
+        self.computing = []
         if self.lane > 1:
             parts = zip(self.particles.sliced, padded, keep, strict=True)
             self.closed = [gating.closed(part.network, part.recipe, pad, row) for part, pad, row in parts]
@@ -149,6 +156,8 @@ class Step:
         through = self._backward(x, y, z)
         self.particles.collect_gradients()
         with torch.no_grad():
+            if self.penalty is not None:
+                self.particles.gradients.add_(self.penalty(self.particles.rows))
             self.healthy &= torch.isfinite(self.particles.gradients.sum() + through.sum() + self.belief.d_noise.sum())
             if self.gating is not None and self.belief.keep is None:
                 self._step_with_prior(self.gating.scales.coordinates, z, through)
@@ -179,7 +188,7 @@ class Step:
 
     def _forward(self, i: int, x: Tensor, z: Tensor) -> Tensor:
         """(B, ...) inputs and particle i's gates (U,) -> (B, C) outputs."""
-        network = self.particles.active[i]
+        network = self.computing[i]
         bf16 = self.config.precision == "bfloat16"
         # cast weights must not be cached: a captured graph would keep the first step's
         with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):

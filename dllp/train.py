@@ -117,7 +117,7 @@ class Trainer(Step):
     def _epoch(self, epoch: int, batches: Batches, on_step: Callable[[Trainer], None] | None) -> None:
         began = time.perf_counter()
         for x, y in batches.epoch(epoch, self.step_index % self.steps_per_epoch):
-            self.prepare()
+            self.prepare(x)
             self.capture(x, y, key=self.phase)
             self.recent.append((self.step_index, x, y))
             self.step_index += 1

@@ -1,0 +1,118 @@
+"""A network whose batch norms also add the shortcut and rectify: the same weights, fewer passes over memory.
+
+The network is traced with torch.fx, its patterns norm -> ReLU and norm -> add -> ReLU become one module each, and the
+result must agree with the original on random inputs. A network that cannot be traced, or differs, trains as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+TOLERANCE = 1e-3  # relative, in float32: sums are added in another order
+RELU = (F.relu, torch.relu, F.relu_, torch.relu_)
+ADD = (operator.add, operator.iadd, torch.add)
+
+
+def available() -> bool:
+    """Whether there is a Triton to compile the kernels."""
+    return find_spec("triton") is not None
+
+
+def fuse(networks: list[nn.Module], example: Tensor) -> list[nn.Module]:
+    """Modules with the same parameters and buffers (not copies) under the same names, or `networks` themselves.
+
+    Args:
+        networks: Copies of one network, in training mode; left as they are.
+        example: A batch of inputs on which the first is compared.
+    """
+    fused = [rewrite(network) for network in networks]
+    if fused[0] is None or not agree(networks[0], fused[0], example):
+        return networks
+    return [new or old for new, old in zip(fused, networks, strict=True)]
+
+
+def rewrite(network: nn.Module) -> fx.GraphModule | None:
+    """The fused network, not yet verified; None where tracing fails or nothing is to be fused."""
+    from dllp.fusednorm import FusedNorm
+
+    try:
+        graph = fx.Tracer().trace(network)
+    except Exception:  # whatever a stranger's forward does with a symbolic input
+        return None
+    modules = dict(network.named_modules())
+    calls = [str(node.target) for node in graph.nodes if node.op == "call_module"]
+    replacements: dict[str, nn.Module] = {}
+    for node in list(graph.nodes):
+        norm = modules.get(str(node.target)) if node.op == "call_module" else None
+        if not isinstance(norm, nn.BatchNorm2d) or not _eligible(norm) or calls.count(str(node.target)) > 1:
+            continue
+        chain, residual = _pattern(node, modules)
+        replacements[str(node.target)] = FusedNorm(norm, relu=len(chain) > 1)
+        with graph.inserting_before(chain[-1]):
+            merged = graph.call_module(str(node.target), (node.args[0], *residual))
+        chain[-1].replace_all_uses_with(merged)
+        for gone in reversed(chain):
+            graph.erase_node(gone)
+    if not replacements:
+        return None
+    graph.lint()
+    fused = fx.GraphModule(network, graph)
+    for name, module in replacements.items():
+        fused.set_submodule(name, module)
+    return fused
+
+
+def agree(network: nn.Module, fused: nn.Module, example: Tensor) -> bool:
+    """Whether outputs and running statistics are equal within `TOLERANCE`, random layers included."""
+    results = []
+    for module in (network, fused):
+        trial = copy.deepcopy(module)
+        devices = [example.device] if example.is_cuda else []
+        # rounded products would hide behind their own error what is to be seen
+        exact = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+        with torch.random.fork_rng(devices=devices), torch.no_grad(), exact:
+            torch.manual_seed(0)
+            try:
+                values = [trial(example), trial(example.flip(0))]
+            except RuntimeError:  # a sum of unequal shapes, say
+                return False
+        results.append([*values, *(b.float() for _, b in sorted(trial.named_buffers()))])
+    return all(_close(a, b) for a, b in zip(*results, strict=True))
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool((a - b).norm() <= TOLERANCE * a.norm())
+
+
+def _eligible(norm: nn.BatchNorm2d) -> bool:
+    return norm.affine and norm.track_running_stats and norm.momentum is not None and norm.training
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _is_relu(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    if node.op == "call_module":
+        return isinstance(modules[str(node.target)], nn.ReLU)
+    return node.target in RELU if node.op == "call_function" else (node.op, node.target) == ("call_method", "relu")
+
+
+def _pattern(norm: fx.Node, modules: dict[str, nn.Module]) -> tuple[list[fx.Node], tuple[fx.Node, ...]]:
+    """The nodes that one operation can do, from the norm to a ReLU, and the residual added between them."""
+    user = _only_user(norm)
+    if user is None:
+        return [norm], ()
+    if _is_relu(user, modules):
+        return [norm, user], ()
+    after, others = _only_user(user), [arg for arg in user.args if arg is not norm]
+    added = user.op == "call_function" and user.target in ADD and len(user.args) == 2 and not user.kwargs
+    if added and after is not None and _is_relu(after, modules) and len(others) == 1 and isinstance(others[0], fx.Node):
+        return [norm, user, after], (others[0],)
+    return [norm], ()
