@@ -14,7 +14,7 @@ from dllp.api import Result, Size, posterior_of
 from dllp.data import ArrayData
 from dllp.data.corruptions import Corruption
 from dllp.errors import DataError
-from dllp.posterior import Posterior
+from dllp.posterior import Posterior, decompose
 
 CLEAN, OUTSIDE = "clean", "ood:"
 DENSE, TOGETHER, REFERENCES = "dense", "all particles", "all references"
@@ -176,11 +176,10 @@ class _Answers:
 
     def outside(self, inside: _Answers, version: str) -> list[Row]:
         """How well doubt sets these inputs, from elsewhere, apart from those `inside`."""
-        alone = [
-            _separation(self._doubt(slice(i, i + 1)), inside._doubt(slice(i, i + 1))) for i in range(len(self.members))
-        ]
-        several = len(alone) > 1
-        together = _separation(self._doubt(slice(None)), inside._doubt(slice(None))) if several else None
+        ones = [slice(i, i + 1) for i in range(len(self.members))]
+        alone = [_separation(self._doubt(one), inside._doubt(one)) for one in ones]
+        everyone = slice(None)
+        together = _separation(self._doubt(everyone), inside._doubt(everyone)) if len(alone) > 1 else None
         return self._costed(alone, together, version)
 
     def curves(self, labels: Tensor, version: str) -> list[dict[str, Any]]:
@@ -197,12 +196,9 @@ class _Answers:
         ]  # fmt: skip
 
     def _doubt(self, which: slice) -> dict[str, Tensor]:
-        """(B,) scores that should be large for inputs from elsewhere; the first is the usual one."""
-        found = self.group.posterior.judge(self.members[which], self.noise[which])
-        if found.entropy is None or found.mutual_information is None:
-            return {"": found.total.mean(1)}
-        scores = {"": found.entropy}
-        return scores | {"_mutual_information": found.mutual_information} if len(found.members) > 1 else scores
+        if self.group.posterior.task == "classification":
+            return _doubt(self.members[which])
+        return {"": self.group.posterior.judge(self.members[which], self.noise[which]).total.mean(1)}
 
     def _costed(self, alone: Sequence[dict[str, float]], together: dict[str, float] | None, version: str) -> list[Row]:
         group = self.group
@@ -246,9 +242,7 @@ def _measure(prediction: Tensor, variance: Tensor, data: ArrayData) -> dict[str,
     """Metrics of one (B, C) prediction; without a positive noise variance a regression has no likelihood."""
     y = data.y.cpu()
     if data.is_classification:
-        values = metrics.summary(prediction, y)
-        values["aleatoric"] = float((prediction * (1 - prediction)).sum(1).mean())
-        return values | objective.fitted(values["brier"] / prediction.shape[1], prediction.shape[1])
+        return classified(prediction[None], y)
     values = {"rmse": metrics.rmse(prediction, y)}
     if bool((variance > 0).all()):
         values["nll"] = metrics.gaussian_nll(prediction, variance.view(len(y), -1), y)
@@ -257,15 +251,40 @@ def _measure(prediction: Tensor, variance: Tensor, data: ArrayData) -> dict[str,
 
 def _together(posterior: Posterior, members: Tensor, noise: Tensor, data: ArrayData) -> dict[str, float]:
     """Metrics of the members' mean, with what is noise and what is ignorance as means over the data (Section 8)."""
-    doubt = posterior.judge(members, noise)
-    variance = noise.mean(0) if data.is_classification else doubt.total
-    values = _measure(doubt.mean, variance, data)
-    values |= {"aleatoric": float(doubt.aleatoric.mean()), "epistemic": float(doubt.epistemic.mean())}
     if data.is_classification:
-        exact = members.double()  # differences of entropies lose float32's last digits
-        mutual = metrics.entropy(exact.mean(0)) - metrics.entropy(exact).mean(0)
-        values |= {"mutual_information": float(mutual.mean()), "disagreement": metrics.disagreement(members)}
+        return classified(members, data.y.cpu())
+    doubt = posterior.judge(members, noise)
+    values = {"aleatoric": float(doubt.aleatoric.mean()), "epistemic": float(doubt.epistemic.mean())}
+    return _measure(doubt.mean, doubt.total, data) | values
+
+
+def classified(members: Tensor, labels: Tensor) -> dict[str, float]:
+    """(n, B, C) probabilities, (B,) -> every figure of their mean, and of several what they differ in, in float64."""
+    exact = members.double()
+    doubt = decompose(exact)
+    values = metrics.summary(doubt.mean, labels) | {"aleatoric": float(doubt.aleatoric.mean())}
+    values |= objective.fitted(values["brier"] / exact.shape[2], exact.shape[2])
+    if len(exact) > 1 and doubt.mutual_information is not None:
+        values |= {
+            "epistemic": float(doubt.epistemic.mean()),
+            "mutual_information": float(doubt.mutual_information.mean()),
+            "disagreement": metrics.disagreement(exact),
+        }
     return values
+
+
+def separated(outside: Tensor, inside: Tensor) -> dict[str, float]:
+    """(n, M, C) and (n, B, C) probabilities -> AUROC and FPR95 of the doubt about inputs from elsewhere."""
+    return _separation(_doubt(outside), _doubt(inside))
+
+
+def _doubt(members: Tensor) -> dict[str, Tensor]:
+    """(n, B, C) -> (B,) scores that should be large for inputs from elsewhere; the first is the usual one."""
+    found = decompose(members.double())
+    scores = {"": metrics.entropy(found.mean)}
+    if len(members) > 1 and found.mutual_information is not None:
+        scores["_mutual_information"] = found.mutual_information
+    return scores
 
 
 def _separation(outside: Mapping[str, Tensor], inside: Mapping[str, Tensor]) -> dict[str, float]:
