@@ -138,7 +138,7 @@ def prune(
         checkpoints: Where the run writes its checkpoints; it goes on from the newest one that it finds there.
     """
     config = (config or Config()).resolved()
-    batches, example, structure = _prepare(model, data, config, filter_fn)
+    batches, example, structure = prepare(model, data, config, filter_fn)
     if config.granularity == "channel" and not structure.groups:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(structure.whole.items())[:3])
         raise StructureError(f"the network has no channels that can be pruned ({reasons}): try granularity='weight'")
@@ -163,7 +163,7 @@ def train_dense(
 ) -> Result:
     """Train the unpruned network by the same recipe, without gates, prior and Stein term: what to compare with."""
     config = (config or Config()).resolved()
-    batches, example, structure = _prepare(model, data, config, lambda module, name: False)
+    batches, example, structure = prepare(model, data, config, lambda module, name: False)
 
     def build() -> Trainer:
         particles = Particles.start(model, config, batches.device)
@@ -172,7 +172,7 @@ def train_dense(
     return collect(_train(build, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
 
 
-def _prepare(
+def prepare(
     model: nn.Module, data: Data, config: Config, filter_fn: FilterFn | None
 ) -> tuple[Batches | LoaderBatches, Tensor, Structure]:
     """Batches on the device, an example that the network is known to take, and what of it can be pruned."""
@@ -247,14 +247,7 @@ def collect(trainer: Trainer, structure: Structure, example: Tensor) -> Result:
     sizes, widths = [dense] * len(slabs), {}
     gating, keep = trainer.gating, belief.keep
     if gating is not None and keep is not None:
-        z = keep.to(belief.logits.dtype)
-        sizes = [
-            Size(float(macs), round(float(params)))
-            for macs, params in zip(gating.flops.expected(z), gating.params.expected(z), strict=True)
-        ]
-        kept = gating.scales.module_sums(z).round().int().cpu().T.tolist()
-        pairs = zip(gating.scales.modules, gating.scales.lengths, kept, strict=True)
-        widths = {name: [*counts, total] for name, total, counts in pairs}
+        sizes, widths = costs(gating, keep)
     empty = torch.zeros(len(slabs), 0, dtype=torch.bool)
     return Result(
         config=trainer.config,
@@ -297,6 +290,16 @@ def log_prior(trainer: Trainer) -> dict[str, Any]:
     with torch.no_grad():
         values = trainer.belief.log_prior(trainer.particles.rows)
     return {"log_prior": values.tolist(), "num_data": trainer.num_data}
+
+
+def costs(gating: ChannelGating | WeightGating, keep: Tensor) -> tuple[list[Size], dict[str, list[int]]]:
+    """Decided gates (n, U) -> what each network costs, and kept and original channels (or weights) of each module."""
+    z = keep.to(torch.get_default_dtype())
+    pairs = zip(gating.flops.expected(z), gating.params.expected(z), strict=True)
+    sizes = [Size(float(macs), round(float(params))) for macs, params in pairs]
+    kept = gating.scales.module_sums(z).round().int().cpu().T.tolist()
+    counts = zip(gating.scales.modules, gating.scales.lengths, kept, strict=True)
+    return sizes, {name: [*each, total] for name, total, each in counts}
 
 
 def load(folder: str | Path, model: nn.Module) -> Result:

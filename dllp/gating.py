@@ -224,14 +224,16 @@ def _owners(model: nn.Module) -> Counter[str]:
     return Counter({name: uses[id(parameter)] for name, parameter in named.items()})
 
 
-def channel_scales(model: nn.Module, structure: Structure, layout: Layout, device: torch.device) -> Scales:
-    """RMS of each unit's normalisation scales, or of its filters where no normalisation reads it."""
+def channel_scales(
+    model: nn.Module, structure: Structure, layout: Layout, device: torch.device, *, norms: bool = True
+) -> Scales:
+    """RMS of each unit's normalisation scales, or of its filters where no normalisation reads it, or `norms` is False."""
     modules = dict(model.named_modules())
     units, coordinates = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
     for group, part in zip(structure.groups, structure.slices, strict=True):
         outputs = [s for s in group.slices if s.side == "out" and f"{s.module}.weight" in layout.segments]
         normed = torch.zeros(group.units, dtype=torch.bool)
-        for piece in (s for s in outputs if isinstance(modules[s.module], NORMS)):
+        for piece in (s for s in outputs if norms and isinstance(modules[s.module], NORMS)):
             normed[piece.unit[piece.unit >= 0]] = True
         for piece in outputs:
             module = modules[piece.module]

@@ -1,0 +1,138 @@
+"""What a method of pruning is: how it trains, how it scores, and what it repairs after the cut.
+
+Every method answers the same questions about the same gates under the same budget as DLLP, so that a comparison is of
+methods and not of harnesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from dllp.config import Config, Granularity
+from dllp.errors import ConfigError
+from dllp.gating import Budget, ChannelGating, Scales, WeightGating, channel_scales
+from dllp.particles import Particles
+from dllp.priors import Prior
+from dllp.slicing import Recipe
+from dllp.structure import Structure
+from dllp.train import Trainer
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a paper states: points of accuracy lost at so many percent of FLOPs removed, on CIFAR-10."""
+
+    network: str
+    removed: float
+    drop: float
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A network with its gates, as a method sees it: during training, and when it is to be pruned.
+
+    Attributes:
+        particles: One network and its row.
+        inputs: Training inputs for methods that look at activations; None during training.
+    """
+
+    particles: Particles
+    structure: Structure
+    gating: ChannelGating | WeightGating
+    config: Config
+    inputs: Tensor | None = None
+
+    @property
+    def network(self) -> nn.Module:
+        """The network in its full shape."""
+        return self.particles.networks[0]
+
+    @cached_property
+    def filters(self) -> Scales:
+        """The coordinates of every unit's filters, normalisation left aside."""
+        layout, device = self.particles.layout, self.particles.device
+        return channel_scales(self.network, self.structure, layout, device, norms=False)
+
+    def filter_matrix(self) -> Tensor:
+        """(U, M): the filters that make each unit, one after the other, padded with zeros."""
+        return self.particles.rows[0][self.filters.coordinates]
+
+    def select(self, scores: Tensor) -> Tensor:
+        """(U,) scores -> bool (U,): the units that stay, by the budget of the configuration."""
+        budget: Budget = "params" if self.config.keep_params is not None else "flops"
+        keep = self.config.keep_params if self.config.keep_params is not None else self.config.keep_flops
+        if keep is None:
+            raise ConfigError("this method needs a budget: give keep_flops or keep_params, for example 0.45")
+        return self.gating.select(scores, budget, keep)
+
+    def ranked(self, values: Tensor) -> Tensor:
+        """(U,) -> (U,): rank within each group in (0, 1], so that a budget takes the same share of every layer."""
+        ranks = torch.empty_like(values, dtype=torch.float64)
+        for here in self.structure.slices:
+            order = values[here].argsort(stable=True).argsort(stable=True) + 1
+            ranks[here] = order.double() / len(order)
+        return ranks
+
+
+class Method:
+    """A method of pruning; subclasses are frozen dataclasses whose fields are its hyperparameters.
+
+    Attributes:
+        name: What `--method` takes.
+        title: As tables print it.
+        paper, year: Where it comes from.
+        granularity: What it removes.
+        published: Figures to compare with.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    paper: ClassVar[str]
+    year: ClassVar[int]
+    granularity: ClassVar[Granularity] = "channel"
+    published: ClassVar[tuple[Published, ...]] = ()
+
+    def settings(self, config: Config) -> Config:
+        """The recipe of the first training, where the method wants another one than the dense network's."""
+        return config
+
+    def start(self, trainer: Trainer, scene: Scene) -> None:
+        """Called before the first step: a regulariser sets `trainer.penalty`."""
+
+    def step(self, trainer: Trainer, scene: Scene) -> None:
+        """Called after every step of the first training."""
+
+    def scores(self, scene: Scene) -> Tensor:
+        """-> (U,): what is kept first has the highest score."""
+        raise NotImplementedError
+
+    def repair(self, small: nn.Module, recipe: Recipe, scene: Scene) -> None:
+        """Mend the cut network in place; `recipe` says what it kept of the scene's."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether its first training differs from that of a dense network."""
+        own = (type(self).settings, type(self).start, type(self).step)
+        return own != (Method.settings, Method.start, Method.step)
+
+
+def penalty(scales: Scales, prior: Prior, strength: float, *parameters: float) -> Callable[[Tensor], Tensor]:
+    """(n, P) rows -> (n, P): gradient of -strength * log prior of the units' scales, for `trainer.penalty`."""
+    prior.check(*parameters)
+    if not 0 <= strength < float("inf"):
+        raise ConfigError(f"strength = {strength}: it must not be negative")
+    at = scales.coordinates
+
+    def gradient(rows: Tensor) -> Tensor:
+        scores = prior.unit_scores(scales.of(rows), scales.lengths, *parameters)
+        result = torch.zeros_like(rows)
+        result[:, at] = strength * scales.pulls(rows, scores)[..., None] * rows[:, at]
+        return result
+
+    return gradient

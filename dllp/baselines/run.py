@@ -1,0 +1,191 @@
+"""One run of a method: train, score, cut, verify, repair, and fine-tune where that is wanted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dllp import api
+from dllp.api import Data, OnStep, Result
+from dllp.baselines.protocol import Method, Scene
+from dllp.config import Config
+from dllp.errors import ConfigError
+from dllp.extract import extract
+from dllp.gating import FilterFn, WeightGating
+from dllp.particles import Particles
+from dllp.structure import Structure
+from dllp.train import Trainer
+
+Verb = Callable[..., Result]
+"""Something like :func:`dllp.api.train_dense`."""
+Train = Callable[[Verb, str, nn.Module, Data, Config], Result]
+"""Runs a verb as the named stage of a run."""
+TRAINED, FINETUNED = "trained", "finetuned"
+FINETUNE_LR = 0.25
+"""Peak of the fine-tuning's learning rate, as a share of the training's."""
+IMAGES = 512
+"""Training inputs that methods see which look at activations."""
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What a method made: the network as it was cut, and after fine-tuning, where there was one."""
+
+    before: Result
+    after: Result | None
+
+    @property
+    def result(self) -> Result:
+        """The last of both."""
+        return self.after or self.before
+
+
+def prune(
+    method: Method,
+    model: nn.Module,
+    data: Data,
+    config: Config,
+    *,
+    finetune_epochs: int = 0,
+    finetune_lr: float = FINETUNE_LR,
+    filter_fn: FilterFn | None = None,
+    trained: Result | None = None,
+    train: Train = lambda verb, stage, model, data, config: verb(model, data, config),
+) -> Pruned:
+    """Prune a network by `method`; the model itself is left as it was.
+
+    Args:
+        config: The dense network's recipe with a budget, `keep_flops` or `keep_params`.
+        finetune_epochs: Epochs after the cut, at `finetune_lr` times the learning rate.
+        filter_fn: As for :func:`dllp.prune`.
+        trained: A network trained by this recipe already, for a method that needs no training of its own.
+        train: Runs each of the two trainings, for whoever keeps checkpoints of them.
+    """
+    if finetune_epochs < 0:
+        raise ConfigError(f"finetune_epochs = {finetune_epochs}: it must not be negative")
+    if config.keep_flops is None and config.keep_params is None:
+        raise ConfigError(f"{method.name} needs a budget: give keep_flops or keep_params, for example 0.45")
+    config = method.settings(replace(config, granularity=method.granularity, particles=1).resolved())
+    batches, example, structure = api.prepare(model, data, config, filter_fn)
+    scenes = _Scenes(method, model, structure, config, filter_fn)
+    scenes.at(Particles.start(model, config, torch.device("cpu")))  # a budget out of reach is told before any training
+    if trained is None or method.trains:
+        trained = train(scenes.watched(api.train_dense), TRAINED, model, data, config)
+    whole = copy.deepcopy(trained.model).to(batches.device)
+    scene = scenes.at(Particles([whole]), sample(batches))
+    scores = method.scores(scene)
+    before = _cut(method, scene, scores, trained, example)
+    if not finetune_epochs:
+        return Pruned(before, None)
+    tuning = replace(config, epochs=finetune_epochs, lr=finetune_lr * config.lr, init="given", warmup=0.0)
+    slab = before.slabs[0]
+    verb = holding(slab.gated) if slab.gated else api.train_dense
+    tuned = train(verb, FINETUNED, slab.network, data, tuning)
+    after = replace(
+        before,
+        slabs=[replace(slab, network=tuned.model)],
+        posterior=tuned.posterior,
+        history=before.history + [{**r, "epoch": r["epoch"] + config.epochs} for r in tuned.history],
+        info={**before.info, "finetune_epochs": finetune_epochs},
+    )
+    return Pruned(before, after)
+
+
+@dataclass(frozen=True)
+class _Scenes:
+    """Makes a method's view of a network, and lets it watch the training."""
+
+    method: Method
+    model: nn.Module
+    structure: Structure
+    config: Config
+    filter_fn: FilterFn | None
+
+    def at(self, particles: Particles, inputs: Tensor | None = None) -> Scene:
+        gating = api.make_gating(self.model, self.structure, particles, self.config, self.filter_fn)
+        return Scene(particles, self.structure, gating, self.config, inputs)
+
+    def watched(self, verb: Verb) -> Verb:
+        """The verb, with the method's own hooks before those of the caller."""
+        scene: list[Scene] = []
+
+        def start(trainer: Trainer) -> None:
+            scene[:] = [self.at(trainer.particles)]
+            self.method.start(trainer, scene[0])
+
+        return hooked(verb, start, lambda trainer: self.method.step(trainer, scene[0]))
+
+
+def hooked(verb: Verb, start: OnStep, step: OnStep | None = None) -> Verb:
+    """A verb that calls `start` and `step` before the caller's own on_start and on_step."""
+
+    def both(first: OnStep | None, second: OnStep | None) -> OnStep:
+        def call(trainer: Trainer) -> None:
+            for each in (first, second):
+                if each is not None:
+                    each(trainer)
+
+        return call
+
+    def run(*args: Any, on_start: OnStep | None = None, on_step: OnStep | None = None, **rest: Any) -> Result:
+        return verb(*args, on_start=both(start, on_start), on_step=both(step, on_step), **rest)
+
+    return run
+
+
+def holding(gated: tuple[str, ...]) -> Verb:
+    """A training in which the zeros of single weights stay zero."""
+
+    def start(trainer: Trainer) -> None:
+        particles = trainer.particles
+        moving = trainer.learnable.clone()
+        for name, parameter in particles.networks[0].named_parameters():
+            if name in gated:
+                particles.layout.segments[name].view(moving).mul_(parameter.detach() != 0)
+        trainer.moving = moving.expand(len(particles), -1)
+
+    return hooked(api.train_dense, start)
+
+
+def sample(batches: Any) -> Tensor:
+    """(B, ...): the first training inputs."""
+    parts, count = [], 0
+    for x, _ in batches.epoch(0):
+        parts.append(x.contiguous())
+        count += len(x)
+        if count >= IMAGES:
+            break
+    return torch.cat(parts)[:IMAGES]
+
+
+def _cut(method: Method, scene: Scene, scores: Tensor, trained: Result, example: Tensor) -> Result:
+    """Cut what the scores give up, verify that it equals the gated network, and let the method repair the rest."""
+    keep = scene.select(scores)[None]
+    slab = extract(scene.particles, scene.gating, keep, example)[0]
+    if not isinstance(scene.gating, WeightGating):
+        method.repair(slab.network.to(scene.particles.device), slab.recipe, scene)
+        slab.network.cpu()
+    sizes, widths = api.costs(scene.gating, keep)
+    noise = trained.gates["noise"]
+    return replace(
+        trained,
+        config=scene.config,
+        slabs=[slab],
+        posterior=api.posterior_of([slab.network], noise, scene.config),
+        dense=api.Size(scene.structure.flops.dense, round(scene.structure.params.dense)),
+        sizes=sizes,
+        gates={
+            "logits": scores[None].float().cpu(),
+            "keep": keep.cpu(),
+            "slab": torch.ones(1, len(scene.gating.scales.modules)),
+            "noise": noise,
+        },
+        widths=widths,
+        whole=dict(scene.structure.whole),
+        info={**trained.info, "method": method.name},
+    )

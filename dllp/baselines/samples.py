@@ -1,0 +1,108 @@
+"""What flows through a network at random places: inputs and outputs of its layers, for methods that rebuild them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dllp.baselines.protocol import Scene
+from dllp.slicing import Group
+
+PLACES = 10
+"""Places of each image that are looked at."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """N places of one layer: `patches` (N, I, K) that it reads there and its `outputs` (N, O), bias taken off."""
+
+    patches: Tensor
+    outputs: Tensor
+
+
+def plain(module: nn.Module) -> bool:
+    """Whether every output of a module reads every input: what can be rebuilt from patches."""
+    if isinstance(module, nn.Conv2d):
+        return module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    return isinstance(module, nn.Linear)
+
+
+def consumers(scene: Scene, group: Group) -> dict[str, Tensor]:
+    """Names of the plain modules that read a group, and the group's unit of each of their inputs (I,), -1 for none."""
+    modules = dict(scene.network.named_modules())
+    return {s.module: s.unit for s in group.slices if s.side == "in" and plain(modules[s.module])}
+
+
+@torch.no_grad()
+def observe(network: nn.Module, names: Sequence[str], inputs: Tensor, seed: int = 0) -> dict[str, Sample]:
+    """Run the network once and look at random places of the named layers; the same places for the same seed."""
+    found: dict[str, Sample] = {}
+
+    def hook(name: str, module: nn.Module) -> Callable[..., None]:
+        def look(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            generator = torch.Generator().manual_seed(seed)
+            found[name] = _look(module, args[0].detach(), output.detach(), generator)
+
+        return look
+
+    was_training = network.training
+    with ExitStack() as stack:
+        for name in names:
+            module = network.get_submodule(name)
+            stack.callback(module.register_forward_hook(hook(name, module)).remove)
+        network.eval()(inputs)
+    network.train(was_training)
+    return found
+
+
+def _look(module: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator) -> Sample:
+    if isinstance(module, nn.Linear):
+        x, y = x.flatten(0, -2), y.flatten(0, -2)
+        return Sample(x[:, :, None], y - (0 if module.bias is None else module.bias.detach()))
+    if not isinstance(module, nn.Conv2d):
+        raise TypeError(f"{type(module).__name__} has no patches")
+    bias = 0 if module.bias is None else module.bias.detach()
+    count = PLACES * len(x)
+    high, wide = y.shape[2:]
+    image = torch.arange(len(x)).repeat_interleave(PLACES)
+    row, column = (torch.randint(size, (count,), generator=generator) for size in (high, wide))
+    top, left = (int(p) for p in module.padding)
+    padded = F.pad(x, (left, left, top, top))
+    (down, across), (tall, broad), (skip_y, skip_x) = module.stride, module.kernel_size, module.dilation
+    ys = (row * down)[:, None, None] + (torch.arange(tall) * skip_y)[None, :, None]
+    xs = (column * across)[:, None, None] + (torch.arange(broad) * skip_x)[None, None, :]
+    patches = padded[image[:, None, None], :, ys, xs]  # (N, tall, broad, I)
+    return Sample(patches.flatten(1, 2).transpose(1, 2), y[image, :, row, column] - bias)
+
+
+@torch.no_grad()
+def contributions(scene: Scene, group: Group, seen: dict[str, Sample]) -> Tensor | None:
+    """(N, units): what each unit adds to one random output at each place; None where nothing plain reads the group."""
+    parts = []
+    generator = torch.Generator().manual_seed(scene.config.seed)
+    for name, unit in consumers(scene, group).items():
+        patches, weight = seen[name].patches.double(), flat_weight(scene.network.get_submodule(name)).double()
+        output = torch.randint(len(weight), (len(patches),), generator=generator)
+        each = (patches * weight[output.to(weight.device)]).sum(2).cpu()  # (N, I)
+        mine = unit >= 0
+        total = torch.zeros(len(each), group.units, dtype=torch.float64)
+        parts.append(total.index_add_(1, unit[mine], each[:, mine]))
+    return torch.cat(parts) if parts else None
+
+
+def flat_weight(module: nn.Module) -> Tensor:
+    """A plain module's weight as (O, I, K)."""
+    weight: Tensor = module.weight.detach()  # type: ignore[assignment, union-attr]
+    return weight.flatten(2) if weight.dim() > 2 else weight[:, :, None]
+
+
+def towards(matrix: Tensor, target: Tensor, start: Tensor, ridge: float = 1e-3) -> Tensor:
+    """(N, p), (N, q) and (p, q) -> least squares of target on matrix, drawn to `start` where the data says little."""
+    gram = matrix.T @ matrix
+    gram.diagonal().add_(ridge * gram.diagonal().mean().clamp_min(1e-12))
+    return start + torch.linalg.solve(gram, matrix.T @ (target - matrix @ start))

@@ -1,0 +1,43 @@
+"""Sparse structure selection: scaling factors under an l1 norm, by proximal steps that reach exact zeros.
+
+Equation: minimise CE + strength * |s|_1 over a factor s for every structure, each step followed by soft thresholding,
+s <- sign(s) max(|s| - eta, 0), eta = lr * strength. Here the factors are those of the normalisation, as a factor of its
+own behind it would be one with it; a unit without a norm has its filters' root mean square, shrunk as a group.
+The paper's accelerated form carries momentum through the threshold; a threshold outside the momentum buffer needs
+1 / (1 - momentum) times its size for the same pull. Score = |s|.
+Hyperparameters: `strength`; the paper searches it for each network.
+Published: nothing on the networks of the DLLP paper's tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dllp.baselines.protocol import Scene
+from dllp.baselines.slimming import Slimming
+from dllp.train import Trainer
+
+
+@dataclass(frozen=True)
+class SparseStructures(Slimming):
+    """Units by the size of their scaling factors, after training with soft thresholding of them."""
+
+    name = "sss"
+    title = "sparse structure selection (SSS)"
+    paper = "Huang and Wang, Data-driven sparse structure selection for deep neural networks"
+    year = 2018
+    published = ()
+    strength: float = 1e-4
+
+    def start(self, trainer: Trainer, scene: Scene) -> None:
+        """No penalty in the gradient: the threshold is all."""
+
+    @torch.no_grad()
+    def step(self, trainer: Trainer, scene: Scene) -> None:
+        scales, rows = scene.gating.scales, scene.particles.rows
+        threshold = trainer.lr * self.strength / (1 - trainer.config.momentum)
+        size = scales.of(rows).abs()
+        shrink = (1 - threshold / size.clamp_min(torch.finfo(rows.dtype).tiny)).clamp_min(0)
+        rows[:, scales.coordinates] *= shrink[..., None]

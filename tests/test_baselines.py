@@ -1,0 +1,275 @@
+"""Every method under one protocol: it meets the budget, its cut equals the mask, and it does the same twice."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dllp import api
+from dllp.baselines import METHODS, cp, find, run, samples, thinet
+from dllp.baselines.deephoyer import DeepHoyer
+from dllp.baselines.magnitude import MagnitudeL1
+from dllp.baselines.polarization import Polarization
+from dllp.baselines.protocol import Scene, penalty
+from dllp.baselines.slimming import Slimming
+from dllp.baselines.soft import SoftFilters
+from dllp.baselines.sss import SparseStructures
+from dllp.config import Config
+from dllp.data import load
+from dllp.errors import ConfigError, StructureError
+from dllp.particles import Particles
+from dllp.priors import PRIORS
+from dllp.slicing import Fold
+from dllp.structure import discover
+from dllp.train import Trainer
+from dllp.zoo.small import small_cnn, small_resnet
+from tests.oracles import normal
+
+DIGITS = load("digits")
+SHORT = Config(keep_flops=0.4, epochs=2, batch_size=128, init="fresh", lr=0.1, seed=3)
+
+
+def scene_of(model: nn.Module, inputs: Tensor, **changes: object) -> Scene:
+    config = Config(**{"keep_flops": 0.4, "particles": 1, **changes}).resolved()  # pyright: ignore[reportArgumentType]
+    particles = Particles([model])
+    structure = discover(model, inputs)
+    gating = api.make_gating(model, structure, particles, config, None)
+    return Scene(particles, structure, gating, config, inputs)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_keeps_the_protocol(name: str) -> None:
+    method = METHODS[name]
+    data = DIGITS.train.subset(range(256))
+    first, again = (run.prune(method, small_cnn(), data, SHORT, finetune_epochs=1) for _ in range(2))
+    for result in (first.before, first.result):
+        kept = result.sizes[0].macs / result.dense.macs
+        # a channel of this network costs at most 1/32 of it; single weights fill a budget to the last one
+        assert 0.4 - (0.04 if method.granularity == "channel" else 1e-4) < kept <= 0.4
+    slab = first.before.slabs[0]
+    x = normal(8, 1, 8, 8)
+    reference, small = slab.reference.double(), first.before.model.double()
+    weights = dict(reference.named_parameters())
+    if method.granularity == "channel":
+        structure = discover(slab.reference, x)
+        assert slab.keep is not None
+        masked = Fold(reference, structure.groups)(weights, slab.keep.double())
+        if type(method).repair is not thinet.ThiNet.repair and type(method).repair is not cp.ChannelPruning.repair:
+            expected = torch.func.functional_call(reference, masked, (x,))
+            torch.testing.assert_close(small(x), expected, rtol=1e-9, atol=1e-9)
+        assert small(x).shape == (8, 10) and sum(p.numel() for p in small.parameters()) == first.before.sizes[0].params
+    else:
+        for k, w in small.named_parameters():
+            assert (
+                torch.equal(w, weights[k] * (w != 0))
+                and (first.result.model.state_dict()[k] != 0).sum() <= (w != 0).sum()
+            )
+    for a, b in ((first.before, again.before), (first.result, again.result)):
+        assert all(torch.equal(v, b.model.state_dict()[k]) for k, v in a.model.state_dict().items())
+        assert torch.equal(a.gates["keep"], b.gates["keep"]) and a.info["method"] == name
+    tuned, cut = first.result.model.state_dict(), first.before.model.state_dict()
+    assert any(not torch.equal(tuned[k].double(), cut[k].double()) for k in cut), "fine-tuning moved something"
+    assert len(first.result.history) == 3 and first.result.history[-1]["epoch"] == 3
+
+
+def test_a_residual_network_is_pruned_too() -> None:
+    data = (torch.randn(64, 3, 8, 8), torch.arange(64) % 10)
+    for name in ("thinet", "cp", "fpgm", "deephoyer"):
+        pruned = run.prune(METHODS[name], small_resnet(), data, Config(keep_params=0.5, epochs=1, batch_size=32))
+        assert pruned.result.sizes[0].params <= 0.5 * pruned.result.dense.params
+        assert pruned.after is None and bool(pruned.result.model(data[0][:2]).isfinite().all())
+
+
+# ---- regularisers, against autograd and by hand
+
+
+def test_penalties_are_gradients_of_what_they_name() -> None:
+    scene = scene_of(small_cnn().double(), normal(2, 1, 8, 8))
+    rows = scene.particles.rows
+    named = dict(scene.network.named_parameters())
+
+    def gradient(energy: Tensor) -> dict[str, Tensor]:
+        found = torch.autograd.grad(energy, list(named.values()), allow_unused=True)
+        return {k: torch.zeros_like(p) if g is None else g for (k, p), g in zip(named.items(), found, strict=True)}
+
+    gammas = torch.cat([named[f"bn{i}.weight"] for i in (1, 2, 3)])
+    hoyer = sum((f := named[f"conv{i}.weight"].flatten(1).norm(dim=1)).sum() ** 2 / f.square().sum() for i in (1, 2, 3))
+    cases = {
+        "slimming": (Slimming(strength=0.3), 0.3 * gammas.abs().sum()),
+        "polarization": (
+            Polarization(strength=0.3, t=1.2),
+            0.3 * (1.2 * gammas.abs().sum() - (gammas - gammas.mean()).abs().sum()),
+        ),
+        "deephoyer": (DeepHoyer(strength=0.3), 0.3 * hoyer),
+    }
+    with torch.no_grad():  # all ones would hide what the mean does
+        for i in (1, 2, 3):
+            named[f"bn{i}.weight"].copy_(normal(len(named[f"bn{i}.weight"]), seed=i).abs())
+    for name, (method, _) in cases.items():
+        trainer = Trainer(scene.particles, None, scene.config, num_data=10, steps_per_epoch=1)
+        method.start(trainer, scene)
+        assert trainer.penalty is not None
+        found = trainer.penalty(rows)[0]
+        # energies are made anew: the factors have changed
+        gammas = torch.cat([named[f"bn{i}.weight"] for i in (1, 2, 3)])
+        hoyer = sum(
+            (f := named[f"conv{i}.weight"].flatten(1).norm(dim=1)).sum() ** 2 / f.square().sum() for i in (1, 2, 3)
+        )
+        energy = {
+            "slimming": 0.3 * gammas.abs().sum(),
+            "polarization": 0.3 * (1.2 * gammas.abs().sum() - (gammas - gammas.mean()).abs().sum()),
+            "deephoyer": 0.3 * hoyer,
+        }[name]
+        for k, expected in gradient(energy).items():
+            view = scene.particles.layout.segments[k].view(found)
+            torch.testing.assert_close(view, expected, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_l1_training_adds_the_sign_of_each_weight_to_the_gradient() -> None:
+    data = DIGITS.train.subset(range(128))
+    config = Config(keep_params=0.5, epochs=1, batch_size=128, init="fresh", warmup=0.0)
+    plain, strong = (run.prune(MagnitudeL1(strength=s), small_cnn(), data, config) for s in (0.0, 1e-3))
+    before = Particles.start(small_cnn(), config, torch.device("cpu")).networks[0]
+    moved = dict(strong.before.reference.named_parameters())
+    for name, w in plain.before.reference.named_parameters():
+        shift = w - moved[name]
+        if not name.startswith("conv"):
+            assert torch.equal(shift, torch.zeros_like(shift))
+            continue
+        start = dict(before.named_parameters())[name]
+        lr = plain.before.history[-1]["lr"]
+        # the first step of Nesterov's momentum: lr (1 + 0.9) times the gradient
+        torch.testing.assert_close(shift, 1.9 * lr * 1e-3 * start.sign(), rtol=1e-3, atol=1e-7)
+
+
+def test_soft_thresholding_reaches_exact_zeros() -> None:
+    scene = scene_of(small_cnn().double(), normal(2, 1, 8, 8))
+    trainer = Trainer(scene.particles, None, scene.config, num_data=10, steps_per_epoch=1)
+    trainer.lr = 0.1
+    gamma = dict(scene.network.named_parameters())["bn1.weight"]
+    with torch.no_grad():
+        gamma[:3] = torch.tensor([0.005, -0.02, 1.0])
+    SparseStructures(strength=0.01).step(trainer, scene)  # threshold 0.1 * 0.01 / (1 - 0.9) = 0.01
+    torch.testing.assert_close(gamma[:3].detach(), torch.tensor([0.0, -0.01, 0.99]).double())
+
+
+def test_soft_pruning_zeroes_the_smallest_filters_of_every_layer() -> None:
+    scene = scene_of(small_cnn().double(), normal(2, 1, 8, 8))
+    before = {k: p.detach().clone() for k, p in scene.network.named_parameters()}
+    SoftFilters().zero(scene)
+    for i in (1, 2, 3):
+        now, old = scene.network.get_submodule(f"conv{i}").weight, before[f"conv{i}.weight"]  # type: ignore[assignment]
+        zero = now.flatten(1).norm(dim=1) == 0
+        norms = old.flatten(1).norm(dim=1)
+        assert 0 < int(zero.sum()) < len(zero) and norms[zero].max() < norms[~zero].min()
+        assert torch.equal(now[~zero], old[~zero])
+
+
+def test_the_geometric_median_goes_first() -> None:
+    model = small_cnn()
+    with torch.no_grad():
+        model.conv2.weight[5] = model.conv2.weight.mean(0)  # replaceable by the others, though not the smallest
+        model.conv2.weight[6] = 0.0 * model.conv2.weight[6] + 10.0
+    scene = scene_of(model, torch.randn(2, 1, 8, 8))
+    scores = METHODS["fpgm"].scores(scene)[scene.structure.slices[1]]
+    assert scores[5] == scores.min() and scores[6] == scores.max()
+
+
+# ---- methods that look at activations
+
+
+def test_samples_are_what_the_layer_computes() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(4, 5, 3, dilation=2, padding=2), nn.Flatten(),
+        nn.Linear(80, 2),
+    ).double()  # fmt: skip
+    for name, seen in samples.observe(model, ["0", "2", "4"], normal(6, 3, 8, 8)).items():
+        weight = samples.flat_weight(model.get_submodule(name))
+        torch.testing.assert_close(torch.einsum("nik,oik->no", seen.patches, weight), seen.outputs)
+    assert model.training and not model[0]._forward_hooks
+
+
+def test_thinet_gives_up_what_is_not_missed() -> None:
+    shares = normal(500, 4)
+    shares[:, 1] = 0  # says nothing
+    shares[:, 3] = -shares[:, 2]  # the two cancel: giving up both costs nothing
+    order = thinet.removal_order(shares)
+    assert order[1] == 0 and order[0] > order[1]
+    # by brute force: of all pairs, {2, 3} and pairs with 1 that cost least
+    costs = {(i, j): float(shares[:, [i, j]].sum(1).square().sum()) for i in range(4) for j in range(i)}
+    assert min(costs, key=costs.__getitem__) == (3, 2)
+
+
+def test_the_lasso_keeps_what_rebuilds() -> None:
+    shares = normal(2000, 6) * torch.tensor([3.0, 0.01, 1.0, 0.0, 2.0, 0.1], dtype=torch.float64)
+    scores = cp.survival(shares)
+    assert scores.argsort(descending=True).tolist() == [0, 4, 2, 5, 1, 3]
+
+
+def test_least_squares_rebuild_what_can_be_rebuilt() -> None:
+    x, start = normal(400, 5), normal(5, 3, seed=2)
+    true = normal(5, 3, seed=1)
+    torch.testing.assert_close(samples.towards(x, x @ true, start, ridge=1e-9), true, rtol=1e-6, atol=1e-6)
+    few = samples.towards(x[:1], x[:1] @ true, start, ridge=1e-9)
+    torch.testing.assert_close(x[:1] @ few, x[:1] @ true, rtol=1e-5, atol=1e-5)
+    distant = normal(5, 3, seed=3)
+    assert (few - start).norm() <= (distant + start - start).norm() * 10, "and stays near the start elsewhere"
+
+
+@pytest.mark.parametrize("name", ["thinet", "cp"])
+def test_repair_brings_the_cut_network_nearer_to_the_dense_one(name: str) -> None:
+    data = DIGITS.train.subset(range(400))
+    method = METHODS[name]
+    config = Config(keep_flops=0.5, epochs=3, batch_size=64, init="fresh")
+    pruned = run.prune(method, small_cnn(), data, config).before
+    slab = pruned.slabs[0]
+    from dllp.slicing import cut
+
+    unrepaired = cut(slab.reference, slab.recipe)
+    x = DIGITS.train.inputs(slice(400, 800))
+    with torch.no_grad():
+        wanted = slab.reference(x)
+        errors = [float((net.eval()(x) - wanted).square().mean()) for net in (slab.network, unrepaired)]
+    assert errors[0] < 0.8 * errors[1]
+
+
+# ---- mistakes
+
+
+def test_mistakes_are_one_clear_line() -> None:
+    data = (torch.randn(32, 1, 8, 8), torch.arange(32) % 10)
+    with pytest.raises(ConfigError, match="no method 'nothing': choose from dllp, random"):
+        find("nothing")
+    with pytest.raises(ConfigError, match="slimming needs a budget"):
+        run.prune(find("slimming"), small_cnn(), data, Config())
+    with pytest.raises(StructureError, match="cannot be reached"):
+        run.prune(find("sfp"), small_cnn(), data, Config(keep_flops=1e-4, epochs=10**6))
+    with pytest.raises(StructureError, match="budget cannot be met"):
+        run.prune(find("magnitude-l1"), small_cnn(), data, Config(keep_params=1e-4, epochs=10**6))
+    with pytest.raises(ConfigError, match="finetune_epochs = -1"):
+        run.prune(find("random"), small_cnn(), data, Config(keep_flops=0.5), finetune_epochs=-1)
+    scene = scene_of(small_cnn(), data[0][:2])
+    with pytest.raises(ConfigError, match="strength = -1"):
+        penalty(scene.gating.scales, PRIORS["laplace"], -1.0, 1.0)
+    with pytest.raises(ConfigError, match="prior laplace: scale = 0"):
+        penalty(scene.gating.scales, PRIORS["laplace"], 1.0, 0.0)
+
+
+def test_every_method_names_its_paper() -> None:
+    assert len(METHODS) == 12
+    for name, method in METHODS.items():
+        assert method.name == name and method.title and method.paper and 2010 < method.year < 2024
+        for figure in method.published:
+            assert math.isfinite(figure.drop) and 0 < figure.removed < 100
+    drops = {name: [p.drop for p in m.published] for name, m in METHODS.items() if m.published}
+    assert drops == {
+        "l1-filters": [0.5], "thinet": [0.14], "cp": [0.32], "slimming": [0.53], "sfp": [0.24], "fpgm": [0.1],
+        "polarization": [-0.03], "deephoyer": [0.26],
+    }  # fmt: skip
+    assert {name for name, m in METHODS.items() if not m.trains} == {"random", "l1-filters", "thinet", "cp"}
+    assert np.unique([m.title for m in METHODS.values()]).size == len(METHODS)
