@@ -292,16 +292,6 @@ def log_prior(trainer: Trainer) -> dict[str, Any]:
     return {"log_prior": values.tolist(), "num_data": trainer.num_data}
 
 
-def costs(gating: ChannelGating | WeightGating, keep: Tensor) -> tuple[list[Size], dict[str, list[int]]]:
-    """Decided gates (n, U) -> what each network costs, and kept and original channels (or weights) of each module."""
-    z = keep.to(torch.get_default_dtype())
-    pairs = zip(gating.flops.expected(z), gating.params.expected(z), strict=True)
-    sizes = [Size(float(macs), round(float(params))) for macs, params in pairs]
-    kept = gating.scales.module_sums(z).round().int().cpu().T.tolist()
-    counts = zip(gating.scales.modules, gating.scales.lengths, kept, strict=True)
-    return sizes, {name: [*each, total] for name, total, each in counts}
-
-
 def load(folder: str | Path, model: nn.Module) -> Result:
     """A saved run, given a fresh instance of the original network; reads JSON and safetensors only."""
     folder = Path(folder)

@@ -55,7 +55,6 @@ class Step:
         self.scores = torch.zeros_like(rows if self.gaussian else rows[:, :0])
         self.prior_scores = torch.zeros_like(rows if gating else rows[:, :0])
         self.penalty: Callable[[Tensor], Tensor] | None = None  # (n, P) rows -> gradient of a regulariser
-        self.penalty: Callable[[Tensor], Tensor] | None = None  # (n, P) rows -> gradient of a regulariser
         self.knobs = rows.new_zeros(3)  # lr, temperature, ramp: read inside captured steps
         self.healthy = torch.ones((), dtype=torch.bool, device=device)
         self.statistics = torch.zeros(2, len(rows), device=device, dtype=torch.float64)  # sums of loss and of hits
