@@ -23,7 +23,7 @@ from dllp.data.ood import find as find_outside
 from dllp.errors import ConfigError, DllpError, Interrupted
 from dllp.task import DENSE_FILE, SETTINGS, Task, as_trained, described, disk, outputs, subset
 
-STUDYING = {"analyze": studying.analyze}
+STUDYING = {"analyze": studying.analyze, "methods": studying.methods}
 SHIPPING = {"export": shipping.export, "speed": shipping.speed, "report": reporting.write}
 
 

@@ -44,6 +44,8 @@ examples:
       images in photos/train/<class>/ and photos/test/<class>/, a trained network from your own function
   dllp prune --config runs/demo/config.yaml --out runs/again
       the same run once more; options beside --config win over the file
+  dllp prune --method fpgm --keep-flops 0.45 --finetune-epochs 10 --out runs/fpgm
+      another method, to the same budget; `dllp methods` lists them
   dllp prune --resume --out runs/demo
       goes on with a run that was stopped or killed, to the same result
 

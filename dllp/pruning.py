@@ -11,18 +11,23 @@ from typing import Any
 import torch
 
 from dllp import api, artifacts, evaluate, examples, options, progress
+from dllp.baselines import find as find_method
+from dllp.baselines import run as baseline
 from dllp.checkpoints import Checkpoints
 from dllp.config import Config
 from dllp.errors import ConfigError, Interrupted, NumericsError
+from dllp.posterior import Posterior
 from dllp.runs import RunFolder, Signals
 from dllp.state import FREE
-from dllp.task import DENSE_FILE, SETTINGS, Task, describe, disk
+from dllp.task import DENSE_FILE, DLLP, SETTINGS, Task, describe, disk
 from dllp.train import EpochRecord, Trainer
 
 OWN = (
     "out", "overwrite", "resume", "config", "quiet", "trust_imports", "checkpoint_steps", "checkpoint_minutes",
 )  # fmt: skip
 """Options of the command itself: no part of a run's settings."""
+BEFORE = "before fine-tuning"
+"""The row of another method's network as it was cut."""
 
 
 def prune(given: dict[str, Any]) -> None:
@@ -82,15 +87,12 @@ class _Pruning:
         self.text = options.write(asdict(task), config)
         if self.folder.resume and device.type == "cuda" and not config.deterministic:
             self.say("on CUDA without --deterministic the result has the same quality, but is not equal bit for bit")
-        dense = None
+        before: api.Result | None = None
         with progress.reporter(self.quiet) as shown:
-            result = self.train(api.prune, "pruned", model, data, config, shown)
-            if task.dense and config.init == "given":
-                dense = api.posterior_of([model.cpu().eval()], torch.tensor([torch.nan]), config)
-            elif task.dense:
-                alone = replace(config, particles=1, keep_flops=None, keep_params=None)
-                dense = self.train(api.train_dense, "dense", model, data, alone, shown).posterior
-                result.info["dense_noise"] = float(dense.noise[0])
+            if task.method == DLLP:
+                result, dense = self.dllp(task, model, data, config, shown)
+            else:
+                result, dense, before = self.other(task, model, data, config, shown)
         result.info["data"] = describe(data)
         out = self.folder.folder
         result.write_networks(out)
@@ -98,6 +100,9 @@ class _Pruning:
             artifacts.write_network(out / DENSE_FILE, dense.networks[0])
         found = evaluate.measure(result, data.test, dense, disk=disk(out, result), device=device)
         rows = found.rows
+        if before is not None:
+            cut = evaluate.table(before, data.test, device=device)
+            rows[-1:-1] = [replace(row, name=BEFORE) for row in cut]
         write_rows(out / artifacts.EVALUATION, task, rows, **found.besides())
         if config.task == "classification":
             examples.collect(result.posterior, data.test, dense, device).write(out)
@@ -105,6 +110,35 @@ class _Pruning:
         if not self.quiet:
             progress.show(rows, f"{task.model} on {len(data.test)} {task.split} examples of {task.data}")
             print(f"run folder: {out}")
+
+    def dllp(
+        self, task: Task, model: torch.nn.Module, data: Any, config: Config, shown: progress.Silent
+    ) -> tuple[api.Result, Posterior | None]:
+        """DLLP's one training, and that of the dense network to compare with, where there has to be one."""
+        result = self.train(api.prune, "pruned", model, data, config, shown)
+        if not task.dense:
+            return result, None
+        if config.init == "given":
+            return result, api.posterior_of([model.cpu().eval()], torch.tensor([torch.nan]), config)
+        alone = replace(config, particles=1, keep_flops=None, keep_params=None)
+        dense = self.train(api.train_dense, "dense", model, data, alone, shown).posterior
+        result.info["dense_noise"] = float(dense.noise[0])
+        return result, dense
+
+    def other(
+        self, task: Task, model: torch.nn.Module, data: Any, config: Config, shown: progress.Silent
+    ) -> tuple[api.Result, Posterior | None, api.Result | None]:
+        """Another method's trainings; its own network before the cut is what it is compared with."""
+
+        def train(verb: baseline.Verb, stage: str, model: torch.nn.Module, data: Any, config: Config) -> api.Result:
+            return self.train(verb, stage, model, data, config, shown)
+
+        method, epochs = find_method(task.method), task.finetune_epochs
+        pruned = baseline.prune(method, model, data, config, finetune_epochs=epochs, train=train)
+        result, noise = pruned.result, pruned.before.gates["noise"]
+        dense = api.posterior_of([result.reference], noise, config) if task.dense else None
+        result.info["dense_noise"] = float(noise[0])
+        return result, dense, pruned.before if pruned.after else None
 
     def train(
         self, verb: Callable[..., api.Result], name: str, model: torch.nn.Module, data: Any, config: Config,

@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from dllp import analysis, artifacts, shipping
+from dllp.baselines import METHODS
 from dllp.task import DENSE_FILE
+
+OWN_PAPER = "Efficient Stein Variational Inference for Reliable Distribution-lossless Network Pruning"
 
 
 def analyze(given: dict[str, Any]) -> None:
@@ -22,3 +25,24 @@ def analyze(given: dict[str, Any]) -> None:
         artifacts.write_json(Path(given["json"]), {"folder": str(folder), **report})
     if not given.get("quiet"):
         print(analysis.text(report))
+
+
+def methods(given: dict[str, Any]) -> None:
+    """Every method by name, with what it removes, its paper and year, and what the paper states."""
+    listed = [
+        {
+            "name": method.name,
+            "removes": f"{method.granularity}s",
+            "year": method.year,
+            "paper": method.paper,
+            "published": [vars(figure) for figure in method.published],
+        }
+        for method in METHODS.values()
+    ]
+    own = {"name": "dllp", "removes": "channels or weights", "year": 2023, "paper": OWN_PAPER, "published": []}
+    if "json" in given:
+        artifacts.write_json(Path(given["json"]), [own, *listed])
+    width = max(len(entry["name"]) for entry in listed)
+    for entry in (own, *listed):
+        figures = "".join(f"; {f['network']}: {f['drop']:g} lost at -{f['removed']:g}%" for f in entry["published"])
+        print(f"{entry['name']:{width}}  {entry['year']}  {entry['paper']} ({entry['removes']}{figures})")

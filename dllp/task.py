@@ -15,6 +15,7 @@ from torch import nn
 
 from dllp import artifacts, zoo
 from dllp.api import Result
+from dllp.baselines import find as find_method
 from dllp.config import Config
 from dllp.data import ArrayData, Dataset, stratified
 from dllp.data import load as load_data
@@ -24,6 +25,7 @@ from dllp.errors import ArtifactError, ConfigError, DataError
 from dllp.evaluate import DENSE
 
 SETTINGS, DENSE_FILE = "config.yaml", "dense.safetensors"
+DLLP = "dllp"
 SMALL = 10_000
 """Training sets with fewer examples get batches of 64."""
 
@@ -43,6 +45,8 @@ class Task:
         leave_out: Classes by name, separated by commas, that training never shows: see --ood of dllp evaluate.
         validation: Fraction or number of training examples to hold out, and to evaluate on instead of the test set.
         dense: Compare with the dense network: the given one, or one trained by the same recipe where init is fresh.
+        method: `dllp`, or one of the methods that `dllp methods` lists, trained by the same recipe to the same budget.
+        finetune_epochs: Epochs of training after the cut, for other methods than dllp.
     """
 
     data: str = "digits"
@@ -54,6 +58,14 @@ class Task:
     leave_out: str = ""
     validation: int | float = 0
     dense: bool = True
+    method: str = DLLP
+    finetune_epochs: int = 0
+
+    def __post_init__(self) -> None:
+        if self.finetune_epochs and self.method == DLLP:
+            raise ConfigError("finetune_epochs is for other methods: dllp trains on within its own epochs")
+        if self.method != DLLP:
+            find_method(self.method)
 
     @property
     def split(self) -> str:
@@ -81,6 +93,12 @@ class Task:
     def config(self, values: Mapping[str, Any], data: Dataset | None = None) -> Config:
         """Defaults, what suits the data, the preset, what the user gave: the later wins."""
         suited: dict[str, Any] = {}
+        if self.method != DLLP:
+            method = find_method(self.method)
+            suited = {"granularity": method.granularity, "particles": 1}
+            for name, wanted in suited.items():
+                if values.get(name, wanted) != wanted:
+                    raise ConfigError(f"method {method.name} has {name} = {wanted}: leave out {name}")
         if data is not None and not data.train.is_classification:
             suited["task"] = "regression"
         if self.preset == "paper":
