@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,12 +11,8 @@ from typing import Any
 import torch
 
 from dllp import api, artifacts, evaluate, options, progress, pruning, reporting, shipping, studying
-from dllp.bench import run as bench
-from dllp.bench import tables
-from dllp.bench.jobs import Runner
-from dllp.bench.store import Store
+from dllp.bench import command as bench
 from dllp.data import ArrayData
-from dllp.data import load as load_data
 from dllp.data.corruptions import parse as parse_corruption
 from dllp.data.ood import find as find_outside
 from dllp.errors import ConfigError, DllpError, Interrupted
@@ -101,54 +96,12 @@ def _outside(name: str, task: Task, test: ArrayData, left_out: ArrayData | None)
 
 
 def _bench(given: dict[str, Any]) -> None:
-    table, quiet = tables.table(given["name"]), given.get("quiet", False)
-    variant = tables.Variant(given.get("epochs"), given.get("validation", 0))
-    shard = options.shard(given.get("shard", "1/1"))
-    plan = table.plan(given.get("rows", ()), given.get("seeds"), variant, shard)
-    store = Store(bench.folder_of(Path(given.get("out", options.RESULTS)), table, variant))
-    finished = store.digests()
-    if given.get("list"):
-        for planned in plan:
-            print("done" if planned.job.digest in finished else "    ", planned.job.digest, bench.describe(planned))
-        print(f"{sum(planned.job.digest in finished for planned in plan)} of {len(plan)} jobs are finished")
-        return
-    try:
-        if not given.get("summary_only") and any(planned.job.digest not in finished for planned in plan):
-            _run_jobs(plan, store, table.data, given, quiet, shard[1])
-    finally:
-        summary = bench.write_summary(table, store, variant)
-    if not quiet and summary is not None:
-        print((store.folder / bench.MARKDOWN).read_text(encoding="utf-8"))
-        print(f"results: {store.folder}")
-
-
-def _run_jobs(
-    plan: Sequence[tables.Planned], store: Store, name: str, given: dict[str, Any], quiet: bool, processes: int
-) -> None:
-    device = api.find_device(given.get("device", "auto"))
-    precision = given.get("precision", "bfloat16" if device.type == "cuda" else "float32")
-    with progress.download(quiet) as bar:
-        data = load_data(name, root=given.get("data_root"), progress=bar)
-    words = [word for option, value in given.items() if option != "name" for word in _words(option, value)]
-    note = {"command": shlex.join(["dllp", "bench", given["name"], *words]), "processes": processes}
-    with progress.reporter(quiet or not sys.stderr.isatty()) as shown:
-        runner = Runner(data, on_epoch=shown.epoch, on_step=shown.step, device=str(device), precision=precision)
-
-        def begin(planned: tables.Planned) -> None:
-            config = planned.job.config
-            shown.begin(bench.describe(planned), config.epochs, config.keep_params or config.keep_flops)
-
-        def done(planned: tables.Planned, line: dict[str, Any]) -> None:
-            if not quiet:
-                print(f"{bench.describe(planned)}: {bench.figures(line)}", flush=True)
-
-        bench.finish(plan, store, runner, note=note, begin=begin, done=done)
-
-
-def _words(option: str, value: Any) -> list[str]:
-    """An option as it is typed."""
-    values = [] if value is True else value if isinstance(value, list) else [value]
-    return ["--" + option.replace("_", "-"), *map(str, values)] if value is not False else []
+    quiet = given.get("quiet", False)
+    bench.execute(
+        given,
+        download=lambda: progress.download(quiet),
+        reporter=lambda: progress.reporter(quiet or not sys.stderr.isatty()),
+    )
 
 
 def _notes(error: BaseException) -> str:

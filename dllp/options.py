@@ -15,13 +15,14 @@ import yaml
 from jsonargparse import ActionYesNo, ArgumentParser, DefaultHelpFormatter
 
 from dllp import reading, zoo
+from dllp.bench.command import RESULTS
 from dllp.bench.tables import TABLES
 from dllp.config import Config
 from dllp.errors import ConfigError
 from dllp.task import Task
 from dllp.version import __version__
 
-OUT, RESULTS = "runs/last", "results"
+OUT = "runs/last"
 ROUND_TO = 8
 """Multiple of channels whose effect `dllp speed` shows."""
 MAIN = ("keep_flops", "keep_params", "granularity", "particles", "epochs", "batch_size", "seed", "init", "device")
@@ -323,15 +324,6 @@ def _bench() -> ArgumentParser:
     parser.add_argument("--summary-only", action="store_true", help="Write the table again, and run nothing.")
     parser.add_argument("--quiet", action="store_true", help="Print nothing but errors.")
     return parser
-
-
-def shard(text: str) -> tuple[int, int]:
-    """'2/3' -> (2, 3)."""
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    index, count = (int(found[1]), int(found[2])) if found else (0, 0)
-    if not 1 <= index <= count:
-        raise ConfigError(f"shard = {text!r}: give I/N with I from 1 to N, for example 1/2")
-    return index, count
 
 
 def _add_fields(group: Any, cls: type, names: Sequence[str], **override: Any) -> None:

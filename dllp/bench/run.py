@@ -8,13 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from dllp import artifacts
+from dllp.bench import doubt, pictures, reliability
 from dllp.bench.jobs import Runner
 from dllp.bench.store import LABELS, Store
 from dllp.bench.summary import check, markdown, summarise
 from dllp.bench.tables import Planned, Table, Variant
 from dllp.errors import DllpError
 
-SUMMARY, MARKDOWN = "summary.json", "table.md"
+SUMMARY, MARKDOWN, PICTURE = "summary.json", "table.md", "picture.svg"
+SUMMARIES = {"figure3": doubt.figure3, "figure4": doubt.figure4, "reliability": reliability.summarise}
+TEXTS = {"figure3": doubt.markdown, "figure4": doubt.markdown, "reliability": reliability.markdown}
+PICTURES = {"figure3": doubt.draw, "figure4": doubt.draw, "reliability": reliability.draw}
+"""What is no table has a summary, a text and a picture of its own."""
+
+
+def open_store(out: Path, table: Table, variant: Variant) -> Store:
+    """The table's results, with those of its sources at hand; a variant sees the same variant of them."""
+    sources = [Store(out / f"{name}{variant.suffix}") for name in table.sources]
+    return Store(folder_of(out, table, variant), sources)
 
 
 def folder_of(out: Path, table: Table, variant: Variant) -> Path:
@@ -75,14 +86,16 @@ def figures(line: Mapping[str, Any]) -> str:
 
 
 def write_summary(table: Table, store: Store, variant: Variant) -> dict[str, Any] | None:
-    """Write summary.json and table.md from whatever is finished; nothing where nothing is."""
+    """Write summary.json and table.md from whatever is finished, and a figure's picture; nothing where nothing is."""
     lines = store.lines()
     used = [line for row in table.rows for line in table.members(row, lines, variant)]
     for line in used:
         check(line, store.runs)
-    summary = summarise(table, lines, variant)
-    if not summary["rows"]:
+    if not used:
         return None
+    summary = SUMMARIES.get(table.name, summarise)(table, lines, variant, store)
     artifacts.write_json(store.folder / SUMMARY, summary)
-    artifacts.write_bytes(store.folder / MARKDOWN, markdown(table, summary).encode())
+    artifacts.write_bytes(store.folder / MARKDOWN, TEXTS.get(table.name, markdown)(table, summary).encode())
+    if table.name in PICTURES and pictures.installed():
+        PICTURES[table.name](store.folder / PICTURE, summary)
     return summary

@@ -18,7 +18,7 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,10 +33,15 @@ RUNS_BYTES, ARRAYS_BYTES, MOST_ARRAYS = 2**28, 2**31, 64
 
 
 class Store:
-    """Finished jobs of one table; several processes may share it."""
+    """Finished jobs of one table; several processes may share it.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.runs = folder, folder / RUNS
+    Args:
+        folder: Where they lie.
+        sources: Other tables' stores, whose jobs need not be run again here.
+    """
+
+    def __init__(self, folder: Path, sources: Sequence[Store] = ()) -> None:
+        self.folder, self.runs, self.sources = folder, folder / RUNS, sources
 
     def lines(self) -> list[dict[str, Any]]:
         """Every finished job, in the order of finishing; a torn last line is none."""
@@ -61,6 +66,14 @@ class Store:
         """Names of the finished jobs."""
         return {line["digest"] for line in self.lines()}
 
+    def adopt(self, digests: Collection[str]) -> None:
+        """Take over the lines of such jobs that a source has and this table lacks; their arrays stay where they are."""
+        for source in self.sources:
+            missing = set(digests) - self.digests()
+            for line in source.lines() if missing else ():
+                if line["digest"] in missing and source._arrays(line["digest"]).exists():
+                    self.add(line | {"from": source.folder.name})
+
     def add(self, line: Mapping[str, Any], probabilities: Mapping[str, np.ndarray] | None = None) -> None:
         """A job is finished. Its probabilities are stored first: the line says that everything is there.
 
@@ -84,7 +97,8 @@ class Store:
 
     def probabilities(self, digest: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """(n, B, C) float64 probabilities by version of the test set, each summing to 1, and labels (B,)."""
-        path = self._arrays(digest)
+        held = [store._arrays(digest) for store in (self, *self.sources)]
+        path = next((path for path in held if path.exists()), held[0])
         if not path.exists():
             raise ArtifactError(f"{path} is missing: the job kept no probabilities")
         with reading.open_plain(path) as file:

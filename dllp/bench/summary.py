@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from dllp.bench.store import Store
 from dllp.bench.tables import Quoted, Row, Table, Variant
 from dllp.errors import ArtifactError
 
@@ -67,7 +68,7 @@ def _figures(value: Any) -> bool:
     return isinstance(value, dict) and all(_number(value.get(name)) for name in ("accuracy", "nll", "ece"))
 
 
-def summarise(table: Table, lines: Lines, variant: Variant) -> dict[str, Any]:
+def summarise(table: Table, lines: Lines, variant: Variant, store: Store | None = None) -> dict[str, Any]:
     """Finished runs -> the content of summary.json; runs that belong to no row, or to another recipe, are left out."""
     members = {row.name: list(table.members(row, lines, variant)) for row in table.rows}
     dense = {row.job.network: members[row.name] for row in table.rows if row.job.method == "dense"}
@@ -85,6 +86,13 @@ def summarise(table: Table, lines: Lines, variant: Variant) -> dict[str, Any]:
         "evaluated_on": "validation" if variant.validation else "test",
         "units": UNITS,
         "command": _command(table, rows, used, variant),
+        **provenance(used),
+    }
+
+
+def provenance(used: Lines) -> dict[str, Any]:
+    """Where, when and with what the runs were made."""
+    return {
         "hardware": _distinct(line["hardware"] for line in used),
         "precision": _distinct(line["config"]["precision"] for line in used),
         "processes_sharing_the_device": max((line.get("processes", 1) for line in used), default=1),
@@ -181,6 +189,12 @@ def markdown(table: Table, summary: dict[str, Any]) -> str:
         heading = f"{network}, {epochs} epochs" + (f", dense accuracy {_dense(rows)}" if _dense(rows) else "")
         body = [_line(_measured(row)) for row in rows] + [_line(_printed(row)) for row in quoted]
         parts.append("\n".join([f"{heading}:\n", HEADER, *body]))
+    parts += [EXPLANATION, made_by(summary)]
+    return "\n\n".join(parts) + "\n"
+
+
+def made_by(summary: dict[str, Any]) -> str:
+    """Command, hardware and versions as one line."""
     made = [
         f"`{summary['command']}`", summary["hardware"], summary["precision"],
         ", ".join(f"{name} {version}" for name, version in summary["versions"].items()),
@@ -189,8 +203,7 @@ def markdown(table: Table, summary: dict[str, Any]) -> str:
     shared = summary["processes_sharing_the_device"]
     if shared > 1:
         made.append(f"times measured while up to {shared} processes shared the device")
-    parts += [EXPLANATION, "Made by " + "; ".join(made) + "."]
-    return "\n\n".join(parts) + "\n"
+    return "Made by " + "; ".join(made) + "."
 
 
 def _measured(row: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Tables 1 and 2 of the paper: which jobs, which rows, and the rows that the paper prints."""
+"""The paper's tables and figures: which jobs, which rows, and the rows that the paper prints."""
 
 from __future__ import annotations
 
@@ -82,13 +82,19 @@ class Planned:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows that are compared with the dense row of their network, and rows that are quoted beside them."""
+    """Rows that are compared with the dense row of their network, and rows that are quoted beside them.
+
+    Attributes:
+        data: What they are trained on.
+        sources: Other tables, whose finished runs with kept probabilities serve here too.
+    """
 
     name: str
     title: str
     rows: tuple[Row, ...]
     quoted: tuple[Quoted, ...] = ()
     data: str = "cifar10"
+    sources: tuple[str, ...] = ()
 
     def chosen(self, patterns: Sequence[str]) -> list[Row]:
         """The rows whose names match, all without patterns."""
@@ -211,4 +217,43 @@ def _table2() -> Table:
     )
 
 
-TABLES: dict[str, Table] = {made.name: made for made in (_table1(), _table2())}
+# ---- reliability: Section 4.2.2, Figures 3 and 4
+
+FRACTIONS = (20, 40, 60, 80, 100)
+VEHICLES = ("airplane", "automobile", "ship", "truck")
+
+
+def _kept_row(name: str, job: Job, seeds: tuple[int, ...] = THREE) -> Row:
+    return Row(name, job, seeds, keep_probabilities=True)
+
+
+def _figure3() -> Table:
+    job = Job("vgg11_bn", "dllp", keep=kept("50"))
+    rows = [_kept_row(f"data-{percent}", replace(job, fraction=percent / 100)) for percent in FRACTIONS]
+    return Table("figure3", "Figure 3: uncertainty of a pruned VGG-11 on CIFAR-10", tuple(rows), sources=("figure4",))
+
+
+def _figure4() -> Table:
+    rows = (_kept_row("data-100", Job("vgg11_bn", "dllp", keep=kept("50"))),)
+    title = "Figure 4: likelihood and posterior of a pruned VGG-11 on CIFAR-10"
+    return Table("figure4", title, rows, sources=("figure3",))
+
+
+def _reliability() -> Table:
+    """Dense and DLLP networks of both tables, four particles, and VGG-11 that never saw a vehicle."""
+    resnet, vgg = Job("resnet56", "dllp", keep=kept("55")), Job("vgg16_bn", "dllp", keep=kept("74.65"))
+    animals = Job("vgg11_bn", "dense", without=VEHICLES)
+    rows = (
+        _kept_row("resnet56-dense", Job("resnet56", "dense"), FIVE),
+        _kept_row("resnet56-dllp-55", resnet, FIVE),
+        _kept_row("resnet56-dllp-55-n4", replace(resnet, changes={"particles": 4})),
+        _kept_row("vgg16-dense", Job("vgg16_bn", "dense"), FIVE),
+        _kept_row("vgg16-dllp-74.65", vgg, FIVE),
+        _kept_row("animals-dense", animals),
+        _kept_row("animals-dllp-50", replace(animals, method="dllp", keep=kept("50"))),
+    )
+    title = "Reliability: dense and pruned networks on clean, corrupted and foreign data"
+    return Table("reliability", title, rows, sources=("table1", "table2"))
+
+
+TABLES: dict[str, Table] = {made.name: made for made in (_table1(), _table2(), _figure3(), _figure4(), _reliability())}

@@ -1,0 +1,35 @@
+"""`python -m dllp.bench NAME`: the command `dllp bench` where jsonargparse and rich are not installed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from dllp.bench.command import execute
+from dllp.bench.tables import TABLES
+from dllp.errors import DllpError
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run one bench; returns 0, or 2 with one line on standard error."""
+    parser = argparse.ArgumentParser(prog="python -m dllp.bench", argument_default=argparse.SUPPRESS)
+    parser.add_argument("name", help=", ".join(TABLES))
+    parser.add_argument("--seeds", type=int, nargs="+")
+    parser.add_argument("--rows", nargs="+")
+    for name in ("--out", "--data-root", "--device", "--precision", "--shard"):
+        parser.add_argument(name)
+    for name in ("--epochs", "--validation"):
+        parser.add_argument(name, type=int)
+    for name in ("--list", "--summary-only", "--quiet"):
+        parser.add_argument(name, action="store_true")
+    try:
+        execute(vars(parser.parse_args(words)))
+    except DllpError as error:
+        print("dllp:", " ".join(f"error: {error}".split()), file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
