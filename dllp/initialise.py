@@ -29,6 +29,8 @@ def initialise(model: nn.Module) -> None:
         reset = _resetter(module)
         if reset is not None:
             reset()
+        if next(module.parameters(recurse=False), torch.empty(0)).is_meta:
+            continue  # there are no values, and normal_ would load PyTorch's compiler for nothing
         if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
             fan_out = module.out_channels // module.groups * math.prod(module.kernel_size)
             module.weight.normal_(0, math.sqrt(2 / fan_out))

@@ -55,7 +55,8 @@ def command(folder: Path, settings: Mapping[str, Any]) -> str:
     chosen = {name: settings[name] for name in ("granularity", "task") if name in settings}
     usual = asdict(Task()) | task.config(chosen).resolved().as_dict() | {"granularity": None, "task": "classification"}
     words = ["dllp", "prune"]
-    for name, value in settings.items():
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+    for name, value in plain.items():
         if value != usual.get(name):
             option = name.replace("_", "-")
             words += [f"--{'' if value else 'no-'}{option}"] if isinstance(value, bool) else [f"--{option}", str(value)]

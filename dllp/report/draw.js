@@ -13,8 +13,8 @@ function themed(layout) {
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: color("--text"), family: "system-ui, sans-serif", size: narrow ? 11 : 12 },
     hoverlabel: { bgcolor: color("--card"), bordercolor: color("--line"), font: { color: color("--text") } },
-    margin: { l: narrow ? 46 : 60, r: 12, t: 24, b: 44 },
-    legend: { orientation: "h", y: -0.25, yanchor: "top", x: 0 },
+    margin: { l: narrow ? 46 : 60, r: 12, t: 24, b: 80 },
+    legend: { orientation: "h", y: 0, yref: "container", yanchor: "bottom", x: 0 },
     hovermode: "closest",
     dragmode: false,
   };
