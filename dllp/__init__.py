@@ -4,6 +4,7 @@ from dllp.api import Result, load, prune, train_dense
 from dllp.config import Config
 from dllp.errors import ArtifactError, ConfigError, DataError, DllpError, StructureError
 from dllp.posterior import Posterior, Prediction
+from dllp.sampling import sample_gates
 from dllp.train import EpochRecord
 from dllp.version import __version__
 
@@ -21,5 +22,6 @@ __all__ = [
     "__version__",
     "load",
     "prune",
+    "sample_gates",
     "train_dense",
 ]

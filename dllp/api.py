@@ -249,6 +249,7 @@ def collect(trainer: Trainer, structure: Structure, example: Tensor) -> Result:
     if gating is not None and keep is not None:
         sizes, widths = costs(gating, keep)
     empty = torch.zeros(len(slabs), 0, dtype=torch.bool)
+    ordered = gating.in_order if gating is not None else lambda values: values
     return Result(
         config=trainer.config,
         slabs=slabs,
@@ -257,8 +258,8 @@ def collect(trainer: Trainer, structure: Structure, example: Tensor) -> Result:
         dense=dense,
         sizes=sizes,
         gates={
-            "logits": belief.logits.cpu(),
-            "keep": (empty if keep is None else keep).cpu(),
+            "logits": ordered(belief.logits).cpu(),
+            "keep": (empty if keep is None else ordered(keep)).cpu(),
             "slab": belief.log_slab.exp().cpu(),
             "noise": noise,
         },

@@ -66,4 +66,4 @@ def _zeroed(network: nn.Module, gating: WeightGating, keep: Tensor) -> Slab:
         parameters = dict(pruned.named_parameters())
         for name, weight in weights.items():
             parameters[name].copy_(weight)
-    return Slab(pruned, reference, gated=tuple(weights), keep=keep.cpu())
+    return Slab(pruned, reference, gated=tuple(weights), keep=gating.in_order(keep[None])[0].cpu())

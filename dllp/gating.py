@@ -118,6 +118,10 @@ class ChannelGating:
         cost = getattr(self.structure, budget)
         return select(self.structure, logits.cpu(), cost=cost, keep=keep, round_to=self.round_to).to(logits.device)
 
+    def in_order(self, values: Tensor) -> Tensor:
+        """(n, U) -> (n, U): as they are, group by group."""
+        return values
+
     def recipe(self, model: nn.Module, keep: Tensor) -> Recipe:
         """The kept channels of every module, given the kept gates (U,)."""
         return recipe(model, self.structure.groups, keep.cpu())
@@ -190,6 +194,17 @@ class WeightGating:
             weight = parameters[segment.name]
             effective[segment.name] = weight * gate.to(weight.dtype)
         return effective
+
+    def in_order(self, values: Tensor) -> Tensor:
+        """(n, U) -> (n, U): each parameter's values in its own order, whatever memory format it is trained in."""
+        parts = []
+        for segment, start in zip(self.segments, self.starts, strict=True):
+            part = values[:, start : start + segment.shape.numel()]
+            if segment.channels_last:
+                o, i, h, w = segment.shape
+                part = part.view(-1, o, h, w, i).permute(0, 1, 4, 2, 3).flatten(1)
+            parts.append(part)
+        return torch.cat(parts, dim=1)
 
     def slab_coordinates(self, network: nn.Module, layout: Layout, keep: Tensor) -> Tensor:
         """(U,) decisions -> (P,) bool: every coordinate but the closed weights."""
