@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from dllp import artifacts, health
+from dllp import artifacts, health, notebook
 from dllp.checkpoints import Checkpoints, State
 from dllp.config import Config
 from dllp.data import ArrayData, Batches, Dataset, LoaderBatches, from_pair, validate
@@ -80,6 +80,11 @@ class Result:
     def reference(self) -> nn.Module:
         """M_0, the first particle in its full shape."""
         return self.slabs[0].reference
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        sizes = [vars(size) for size in self.sizes]
+        return notebook.summary(self.config.as_dict(), vars(self.dense), sizes, self.widths, self.history)
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
         """Write the run into a new or empty folder, whole or not at all; `overwrite` replaces a run. Returns it."""
@@ -192,8 +197,11 @@ def _train(
     on_start: OnStep | None,
 ) -> Trainer:
     """Run to the end, from the newest checkpoint on; after a broken number roll back to it, if that is wanted."""
+    live = notebook.Live() if notebook.in_notebook() else None
 
     def after_step(trainer: Trainer) -> None:
+        if live is not None:
+            live.step(trainer)
         if on_step is not None:
             on_step(trainer)
         if checkpoints is not None:

@@ -1,0 +1,98 @@
+"""What a notebook shows: a run's progress while it goes on, and its result as a small page.
+
+Nothing is shown anywhere else. IPython is looked for among the modules that are loaded already, and never imported
+before: a script does not pay for it.
+"""
+
+from __future__ import annotations
+
+import html
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dllp.train import Trainer
+
+PAUSE = 0.5
+"""Seconds between two updates within an epoch."""
+BAR = "#0072B2"
+
+
+def in_notebook() -> bool:
+    """Whether a Jupyter kernel runs this; a terminal's IPython is none."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+class Live:
+    """A bar that follows one training, with a line of numbers."""
+
+    def __init__(self) -> None:
+        from IPython.display import HTML, display
+
+        self.html, self.began, self.shown, self.first = HTML, time.monotonic(), 0.0, 0
+        self.handle: Any = display(HTML(self._markup(0, 1, "starting")), display_id=True)
+
+    def step(self, trainer: Trainer) -> None:
+        """After each step; looks at no tensor."""
+        now, done, total = time.monotonic(), trainer.step_index, trainer.total_steps
+        self.first = self.first or done  # a run that goes on does not start at 1
+        if now - self.shown < PAUSE and done < total:
+            return
+        self.shown = now
+        rate = (done - self.first + 1) / max(now - self.began, 1e-9)
+        epochs = trainer.config.epochs
+        epoch = min(done // trainer.steps_per_epoch + 1, epochs)
+        parts = [f"epoch {epoch}/{epochs}", f"{rate:.1f} steps/s", f"{(total - done) / rate:.0f} s left"]
+        if trainer.history:
+            record, target = trainer.history[-1], trainer.config.keep_params or trainer.config.keep_flops
+            goal = f" (target {target:g})" if target is not None else ""
+            parts += [f"loss {_mean(record.loss):.4f}", f"cost {_mean(record.cost):.3f}{goal}"]
+        self.handle.update(self.html(self._markup(done, total, " · ".join(parts))))
+
+    def _markup(self, done: int, total: int, text: str) -> str:
+        return f'<progress value="{done}" max="{total}" style="vertical-align:middle"></progress> {html.escape(text)}'
+
+
+def summary(
+    config: Mapping[str, Any], dense: Mapping[str, Any], sizes: Sequence[Mapping[str, Any]],
+    widths: Mapping[str, Sequence[int]], history: Sequence[Mapping[str, Any]],
+) -> str:  # fmt: skip
+    """A result as HTML: what each particle costs, and what is left of each layer."""
+    n = len(sizes)
+    budget = config.get("keep_params") or config.get("keep_flops")
+    what = "parameters" if config.get("keep_params") else "FLOPs"
+    asked = f", asked to keep {100 * budget:g}% of the {what}" if budget else ""
+    head = f"<b>dllp</b>: {n} pruned network{'s' * (n > 1)}{asked}"
+    if history and history[-1].get("loss"):
+        head += f"; loss {_mean(history[-1]['loss']):.4f} after {len(history)} epochs"
+    rows = [("dense", dense), *((f"particle {i + 1}", size) for i, size in enumerate(sizes))]
+    costs = "".join(
+        f"<tr><th>{name}</th><td>{size['macs']:,.0f}</td><td>{_share(size, dense, 'macs')}</td>"
+        f"<td>{size['params']:,}</td><td>{_share(size, dense, 'params')}</td></tr>"
+        for name, size in rows
+    )
+    table = f"<table><tr><th></th><th>MACs</th><th></th><th>parameters</th><th></th></tr>{costs}</table>"
+    return f"<div>{head}{table}{_layers(widths)}</div>"
+
+
+def _layers(widths: Mapping[str, Sequence[int]]) -> str:
+    if not widths:
+        return ""
+    rows = []
+    for name, (*kept, whole) in widths.items():
+        share = 100 * sum(kept) / max(len(kept) * whole, 1)
+        bar = f'<div style="width:10em;background:#8884"><div style="width:{share:.1f}%;height:.8em;background:{BAR}">'
+        counts = " · ".join(map(str, kept))
+        rows.append(f"<tr><th>{html.escape(name)}</th><td>{bar}</div></div></td><td>{counts} of {whole}</td></tr>")
+    return f"<details><summary>kept in each layer</summary><table>{''.join(rows)}</table></details>"
+
+
+def _share(size: Mapping[str, Any], dense: Mapping[str, Any], name: str) -> str:
+    return f"{100 * size[name] / dense[name]:.1f}%" if dense[name] else "-"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
