@@ -16,6 +16,7 @@ from dllp.data import ArrayData
 from dllp.data.corruptions import parse as parse_corruption
 from dllp.data.ood import find as find_outside
 from dllp.errors import ConfigError, DllpError, Interrupted
+from dllp.sampling import sample_gates
 from dllp.task import DENSE_FILE, SETTINGS, Task, as_trained, described, disk, outputs, subset
 
 STUDYING = {"analyze": studying.analyze, "methods": studying.methods}
@@ -76,10 +77,12 @@ def _evaluate(given: dict[str, Any]) -> None:
         test = subset(test, given["subset"], result.config.seed)
     corruptions = [c for text in given.get("corrupt", ()) for c in parse_corruption(text, result.config.seed)]
     outside = {name: _outside(name, task, test, data.left_out) for name in given.get("ood", ())}
+    draws = given.get("gate_draws")
+    drawn = None if draws is None else sample_gates(result, test.inputs(slice(0, 2)), draws, seed=result.config.seed)
     device = api.find_device(given.get("device", "auto"))
     found = evaluate.measure(
         result, test, dense, disk=disk(folder, result), corruptions=corruptions, outside=outside,
-        references=given.get("references", False), device=device,
+        references=given.get("references", False), drawn=drawn, device=device,
     )  # fmt: skip
     rows = [row for row in found.rows if not row.data.startswith(evaluate.OUTSIDE)]
     if "json" in given:

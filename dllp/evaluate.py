@@ -17,7 +17,7 @@ from dllp.errors import DataError
 from dllp.posterior import Posterior, decompose
 
 CLEAN, OUTSIDE = "clean", "ood:"
-DENSE, TOGETHER, REFERENCES = "dense", "all particles", "all references"
+DENSE, TOGETHER, REFERENCES, DRAWN = "dense", "all particles", "all references", "drawn gates"
 CHUNK = 4096
 """Inputs normalised at once: a large test set never lies in memory as floats."""
 
@@ -27,7 +27,8 @@ class Row:
     """One network, or all particles together, on one version of the data.
 
     Attributes:
-        name: `dense`, `particle K` or `all particles`; `reference K` and `all references` before extraction.
+        name: `dense`, `particle K` or `all particles`; `reference K` and `all references` before extraction; `drawn
+            gates` for all networks with gates drawn anew.
         data: `clean`, the corruption's name, or `ood:NAME` for inputs from elsewhere.
         metrics: Single numbers by name: accuracy, nll, ece, ...; for regression rmse and nll; for inputs from
             elsewhere auroc and fpr95.
@@ -96,6 +97,7 @@ def measure(
     corruptions: Iterable[Corruption] = (),
     outside: Mapping[str, ArrayData] | None = None,
     references: bool = False,
+    drawn: Posterior | None = None,
     device: torch.device | str = "cpu",
 ) -> Evaluation:
     """Evaluate a run on labelled data, clean first and then under each corruption, and on inputs from elsewhere.
@@ -108,6 +110,7 @@ def measure(
         corruptions: From :func:`dllp.data.corruptions.parse`; they need uint8 images.
         outside: Inputs from elsewhere by name, see :mod:`dllp.data.ood`.
         references: Also measure M_0, the particles before extraction.
+        drawn: Also measure these networks, together, see :func:`dllp.sample_gates`.
         device: Where the networks run.
     """
     if data.is_classification != (result.config.task == "classification"):
@@ -119,6 +122,8 @@ def measure(
         whole = posterior_of([slab.reference for slab in result.slabs], result.posterior.noise, result.config)
         names = [f"reference {i + 1}" for i in range(n)]
         groups.insert(0, _Group(whole, names, REFERENCES, [result.dense] * n, known))
+    if drawn is not None:
+        groups.append(_Group(drawn, [], DRAWN, [result.dense] * len(drawn), known))
     if dense is not None:
         groups.insert(0, _Group(dense, [DENSE], "", [result.dense], known))
     found = Evaluation()
@@ -151,7 +156,7 @@ def as_dict(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Group:
-    """Networks that are measured one by one and, where there are several, together."""
+    """Networks that are measured one by one, as far as they have names, and together where there are several."""
 
     posterior: Posterior
     names: list[str]
@@ -168,24 +173,29 @@ class _Answers:
     noise: Tensor
     group: _Group
 
+    @property
+    def several(self) -> bool:
+        return bool(self.group.together) and len(self.members) > len(self.group.names[:1])
+
     def rows(self, data: ArrayData, version: str) -> list[Row]:
         """A row for each member and, where there are several, one for their mean."""
-        alone = [_measure(m, v, data) for m, v in zip(self.members, self.noise, strict=True)]
-        together = _together(self.group.posterior, self.members, self.noise, data) if len(alone) > 1 else None
+        pairs = zip(self.members, self.noise, strict=True)
+        alone = [_measure(m, v, data) for (m, v), _ in zip(pairs, self.group.names, strict=False)]
+        together = _together(self.group.posterior, self.members, self.noise, data) if self.several else None
         return self._costed(alone, together, version)
 
     def outside(self, inside: _Answers, version: str) -> list[Row]:
         """How well doubt sets these inputs, from elsewhere, apart from those `inside`."""
-        ones = [slice(i, i + 1) for i in range(len(self.members))]
+        ones = [slice(i, i + 1) for i in range(len(self.group.names))]
         alone = [_separation(self._doubt(one), inside._doubt(one)) for one in ones]
         everyone = slice(None)
-        together = _separation(self._doubt(everyone), inside._doubt(everyone)) if len(alone) > 1 else None
+        together = _separation(self._doubt(everyone), inside._doubt(everyone)) if self.several else None
         return self._costed(alone, together, version)
 
     def curves(self, labels: Tensor, version: str) -> list[dict[str, Any]]:
         """Plots' data of each member and of their mean."""
-        named = list(zip(self.group.names, self.members, strict=True))
-        if len(named) > 1:
+        named = list(zip(self.group.names, self.members, strict=False))
+        if self.several:
             named.append((self.group.together, self.members.mean(0)))
         return [
             {
@@ -204,12 +214,12 @@ class _Answers:
         group = self.group
         rows = [
             Row(name, version, values, size.macs, size.params, group.disk.get(name))
-            for name, size, values in zip(group.names, group.sizes, alone, strict=True)
+            for name, size, values in zip(group.names, group.sizes, alone, strict=False)
         ]
         if together is not None:
             macs, params = sum(s.macs for s in group.sizes), sum(s.params for s in group.sizes)
             weights = [row.bytes for row in rows if row.bytes is not None]
-            total = sum(weights) if len(weights) == len(rows) else None
+            total = sum(weights) if weights and len(weights) == len(rows) else None
             rows.append(Row(group.together, version, together, macs, params, total))
         return rows
 

@@ -232,6 +232,8 @@ def _evaluate() -> ArgumentParser:
     text = "Inputs from elsewhere: noise, digits, cifar10, left-out (see --leave-out of dllp prune), or a folder."
     parser.add_argument("--ood", type=str, nargs="+", metavar="NAME", help=text)
     parser.add_argument("--references", action="store_true", help="Also measure the particles before extraction.")
+    text = "Also measure N networks for each particle whose gates are drawn by their probabilities."
+    parser.add_argument("--gate-draws", type=int, metavar="N", help=text)
     parser.add_argument("--subset", type=float, metavar="NUMBER", help="Fraction of the examples to use.")
     parser.add_argument("--device", type=str, default="auto", metavar="TEXT", help="auto, cpu, cuda or cuda:K.")
     parser.add_argument("--json", type=str, metavar="FILE", help="File for the table with every metric.")
