@@ -214,6 +214,8 @@ def _prune() -> ArgumentParser:
     group.add_argument("--checkpoint-minutes", type=float, default=10.0, metavar="NUMBER", help=text)
     group.add_argument("--config", type=str, metavar="FILE", help="YAML settings, such as a run folder's config.yaml.")
     _trust(group)
+    text = "Curves and histograms for TensorBoard, in the run folder; needs pip install 'dllp[tensorboard]'."
+    group.add_argument("--tensorboard", action="store_true", help=text)
     group.add_argument("--quiet", action="store_true", help="Print nothing but errors.")
     _add_fields(parser.add_argument_group("what to keep, and how long to train"), Config, MAIN)
     rest = [field.name for field in fields(Config) if field.name not in MAIN]

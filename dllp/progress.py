@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any
 
+import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
@@ -17,6 +19,11 @@ from dllp.evaluate import CLEAN, OUTSIDE, TOGETHER, Efficiency, Evaluation, Row
 from dllp.speed import LayerTime
 from dllp.speed import Row as SpeedRow
 from dllp.train import EpochRecord, Trainer
+
+try:
+    import resource
+except ImportError:  # Windows has none
+    resource = None
 
 
 class Silent(AbstractContextManager["Silent"]):
@@ -40,14 +47,22 @@ class Lines(Silent):
 
     def begin(self, title: str, epochs: int, target: float | None) -> None:
         self.title, self.epochs, self.target = title, epochs, target
+        self.steps, self.device, self.seconds = 0, torch.device("cpu"), 0.0
+
+    def step(self, trainer: Trainer) -> None:
+        self.steps, self.device = trainer.steps_per_epoch, trainer.particles.device
 
     def epoch(self, record: EpochRecord) -> None:
-        place = f"{self.title} epoch {record.epoch}/{self.epochs}"
-        print(f"{place} {record.seconds:.1f} s {describe(record, self.target)}", flush=True)
+        # the first epoch also warms up; later ones tell more about those to come
+        self.seconds = (self.seconds + record.seconds) / 2 if self.seconds else record.seconds
+        left = timedelta(seconds=round(self.seconds * (self.epochs - record.epoch)))
+        rate = f"{self.steps / record.seconds:.1f} steps/s" if record.seconds else ""
+        place = f"{self.title} epoch {record.epoch}/{self.epochs} {rate} {left} left"
+        print(f"{place} {describe(record, self.target)} {memory(self.device)}".rstrip(), flush=True)
 
 
 class Bar(Silent):
-    """A live bar on standard error: epoch, rate, time left, loss, cost against target, temperature."""
+    """A live bar on standard error: epoch, rate, time left, loss, cost against target, temperature, gates, memory."""
 
     def __init__(self, console: Console) -> None:
         self.bar = Progress(
@@ -55,7 +70,7 @@ class Bar(Silent):
             TimeRemainingColumn(), TextColumn("{task.fields[numbers]}"),
             console=console,
         )  # fmt: skip
-        self.task = TaskID(0)
+        self.task, self.device = TaskID(0), torch.device("cpu")
         self.bar.start()
 
     def begin(self, title: str, epochs: int, target: float | None) -> None:
@@ -65,11 +80,13 @@ class Bar(Silent):
         self.task = self.bar.add_task(title, total=None, epoch=f"epoch 1/{epochs}", numbers="")
 
     def step(self, trainer: Trainer) -> None:
+        self.device = trainer.particles.device
         self.bar.update(self.task, total=trainer.total_steps, completed=trainer.step_index)
 
     def epoch(self, record: EpochRecord) -> None:
         epoch = f"epoch {min(record.epoch + 1, self.epochs)}/{self.epochs}"
-        self.bar.update(self.task, epoch=epoch, numbers=describe(record, self.target))
+        numbers = f"{describe(record, self.target)} {memory(self.device)}"
+        self.bar.update(self.task, epoch=epoch, numbers=numbers)
 
     def __exit__(self, *exception: object) -> None:
         self.bar.stop()
@@ -110,8 +127,18 @@ def describe(record: EpochRecord, target: float | None) -> str:
         goal = f" (target {target:g})" if target is not None else ""
         parts.append(f"cost {_mean(record.cost):.3f}{goal}")
     if record.phase == "soft":
-        parts.append(f"τ {record.temperature:.2f}")
+        parts.append(f"τ {record.temperature:.2f} undecided {100 * _mean(record.undecided):.0f}%")
     return " ".join(parts)
+
+
+def memory(device: torch.device) -> str:
+    """Most memory that this process has held: of the device, or of the machine."""
+    if device.type == "cuda":
+        return _short(torch.cuda.max_memory_allocated(device), "B")
+    if resource is None:
+        return ""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return _short(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "B")
 
 
 def show(rows: Sequence[Row], title: str) -> None:

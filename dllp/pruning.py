@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dllp import api, artifacts, evaluate, examples, options, progress
+from dllp import api, artifacts, boards, evaluate, examples, options, progress
 from dllp.baselines import find as find_method
 from dllp.baselines import run as baseline
 from dllp.checkpoints import Checkpoints
@@ -24,6 +24,7 @@ from dllp.train import EpochRecord, Trainer
 
 OWN = (
     "out", "overwrite", "resume", "config", "quiet", "trust_imports", "checkpoint_steps", "checkpoint_minutes",
+    "tensorboard",
 )  # fmt: skip
 """Options of the command itself: no part of a run's settings."""
 BEFORE = "before fine-tuning"
@@ -37,6 +38,8 @@ def prune(given: dict[str, Any]) -> None:
         raise ConfigError("--resume goes on with the folder's own run: leave out --overwrite and --config")
     names = {"checkpoint_steps": "every_steps", "checkpoint_minutes": "every_minutes"}
     rhythm = {name: given[option] for option, name in names.items() if option in given}
+    if given.get("tensorboard"):
+        boards.require_tensorboard()
     Checkpoints(out, **rhythm)  # bad values are told before any data is read
     with Signals() as signals, RunFolder(out, resume=resume, overwrite=bool(overwrite)) as folder:
         if resume and folder.finished:
@@ -46,7 +49,8 @@ def prune(given: dict[str, Any]) -> None:
         task, values = settings(given)
         if task.is_code:
             folder.command += f" --model {task.model}"
-        _Pruning(folder, signals, rhythm, given.get("quiet", False)).run(task, values)
+        board = given.get("tensorboard", False)
+        _Pruning(folder, signals, rhythm, given.get("quiet", False), board).run(task, values)
 
 
 def settings(given: dict[str, Any]) -> tuple[Task, dict[str, Any]]:
@@ -73,8 +77,11 @@ def settings(given: dict[str, Any]) -> tuple[Task, dict[str, Any]]:
 class _Pruning:
     """One run of the command, from validated options to the table at the end."""
 
-    def __init__(self, folder: RunFolder, signals: Signals, rhythm: dict[str, Any], quiet: bool) -> None:
+    def __init__(
+        self, folder: RunFolder, signals: Signals, rhythm: dict[str, Any], quiet: bool, tensorboard: bool
+    ) -> None:
         self.folder, self.signals, self.rhythm, self.quiet = folder, signals, rhythm, quiet
+        self.tensorboard = tensorboard
 
     def run(self, task: Task, values: dict[str, Any]) -> None:
         early = task.config(values)  # bad values are told before any data is read
@@ -145,6 +152,7 @@ class _Pruning:
         shown: progress.Silent,
     ) -> api.Result:  # fmt: skip
         """One training with its checkpoints and its part of the log."""
+        board = boards.Board(self.folder.folder, name) if self.tensorboard else None
         held = Checkpoints(self.folder.checkpoints / name, on_begin=lambda: self.folder.begin(self.text), **self.rhythm)
 
         def on_start(trainer: Trainer) -> None:
@@ -156,10 +164,14 @@ class _Pruning:
             elif trainer.step_index:
                 self.say(f"{name}: going on after step {trainer.step_index} of {trainer.total_steps}")
             self.folder.start_log(name, trainer.history)
+            if board is not None:
+                board.start(trainer)
 
         def on_epoch(record: EpochRecord) -> None:
             self.folder.log(name, record)
             shown.epoch(record)
+            if board is not None:
+                board.epoch(record)
 
         shown.begin(name, config.epochs, config.keep_params or config.keep_flops)
         hooks = {"on_start": on_start, "on_epoch": on_epoch, "on_step": shown.step}
@@ -172,6 +184,8 @@ class _Pruning:
         finally:
             self.signals.training = None
             held.close()
+            if board is not None:
+                board.close()
         if held.signal is not None:  # it came after the last step
             raise Interrupted(held.signal)
         return result

@@ -23,7 +23,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from dllp import artifacts, reading
+from dllp import artifacts, boards, reading
 from dllp.checkpoints import Checkpoints
 from dllp.errors import ArtifactError, Interrupted
 from dllp.task import DENSE_FILE, SETTINGS
@@ -32,7 +32,7 @@ from dllp.train import EpochRecord
 CHECKPOINTS, LOCK = artifacts.UNFINISHED, ".lock"
 OWN = (
     LOCK, SETTINGS, CHECKPOINTS, artifacts.LOG, artifacts.RUN, artifacts.EVALUATION, DENSE_FILE, "gates.safetensors",
-    artifacts.EXAMPLES, artifacts.SPEED, artifacts.CORRUPTIONS, artifacts.PAGE,
+    artifacts.EXAMPLES, artifacts.SPEED, artifacts.CORRUPTIONS, artifacts.PAGE, boards.FOLDER,
     "particle-*.safetensors", "reference-*.safetensors", ".*.tmp",
 )  # fmt: skip
 """Names that a run gives; an unfinished run's folder with any other file in it is never replaced."""

@@ -1,0 +1,88 @@
+"""What a run tells while it goes on: lines, the log, and TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dllp import progress
+from dllp.cli import main
+from dllp.train import EpochRecord
+from tests.commands import FAST, one_line
+
+RUN = ["prune", *FAST, "--epochs", "4", "--no-dense", "--particles", "2"]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run with every way of telling, and what it printed."""
+    folder = tmp_path_factory.mktemp("told") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        lines: list[str] = []
+        patch.setattr("builtins.print", lambda *words, **options: lines.append(" ".join(map(str, words))))
+        pytest.importorskip("tensorboard", reason="needs tensorboard: pip install -e '.[tensorboard]'")
+        assert main([*RUN, "--out", str(folder), "--tensorboard"]) == 0
+    return folder, "\n".join(lines)
+
+
+def test_lines_tell_where_the_run_stands(told: tuple[Path, str]) -> None:
+    lines = [line for line in told[1].splitlines() if line.startswith("pruned epoch")]
+    assert len(lines) == 4
+    parts = r"epoch \d/4 [\d.]+ steps/s \d:\d\d:\d\d left loss [\d.]+"
+    assert all(re.match(f"pruned {parts}", line) for line in lines), lines
+    soft = [line for line in lines if "τ" in line]
+    assert soft and all(re.search(r"cost [\d.]+ \(target 0.3\) τ [\d.]+ undecided \d+%", line) for line in soft)
+    assert " 0:00:00 left" in lines[-1]
+    if progress.resource is not None:
+        assert all(re.search(r"[\d.]+ [MG]B$", line) for line in lines), lines
+
+
+def test_the_log_has_every_epoch(told: tuple[Path, str]) -> None:
+    log = [json.loads(line) for line in (told[0] / "log.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in log] == [1, 2, 3, 4]
+    widths = json.loads((told[0] / "run.json").read_text())["widths"]
+    for line in log:
+        counts = torch.tensor(line["gates"])
+        assert counts.sum(1).tolist() == [2 * total for *_, total in widths.values()]  # both particles' gates
+    kept = [sum(counts) for *counts, _ in widths.values()]
+    assert torch.tensor(log[-1]["gates"])[:, -1].tolist() == kept  # discrete: open gates are what was kept
+
+
+def test_tensorboard_has_curves_and_histograms(told: tuple[Path, str]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(told[0] / "tensorboard" / "pruned"))
+    board.Reload()
+    log = [json.loads(line) for line in (told[0] / "log.jsonl").read_text().splitlines()]
+    for i in range(2):
+        curve = board.Scalars(f"loss/particle {i + 1}")
+        assert [point.step for point in curve] == [1, 2, 3, 4]
+        assert [point.value for point in curve] == pytest.approx([line["loss"][i] for line in log], rel=1e-6)
+    assert [p.value for p in board.Scalars("temperature")] == pytest.approx([line["temperature"] for line in log])
+    assert {"gates", "weights/conv1.weight"} <= set(board.Tags()["histograms"])
+
+
+def test_without_tensorboard_one_line_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    assert main([*RUN, "--out", str(tmp_path / "run"), "--tensorboard"]) == 2
+    one_line(capsys, "pip install 'dllp[tensorboard]'")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_first_epoch_does_not_rule_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = progress.Lines()
+    lines.begin("a", 10, None)
+    for epoch, seconds in enumerate((100.0, 10.0, 10.0, 10.0), 1):
+        lines.epoch(
+            EpochRecord(epoch, "open", [1.0], None, 0.1, 1.0, 1.0, [1.0], [0.0], [0.0], [1.0], seconds, "eager")
+        )
+    shown = capsys.readouterr().out.splitlines()
+    assert "0:15:00 left" in shown[0] and "cost" not in shown[0]
+    assert "0:02:08 left" in shown[3]  # a weighted mean of 21.25 s, six epochs to go
