@@ -114,6 +114,20 @@ def test_residual_is_the_maximum_likelihood_noise_of_equation_9() -> None:
     assert log_likelihood(best) > max(log_likelihood(0.99 * best), log_likelihood(1.01 * best))
 
 
+def test_components_of_a_regression() -> None:
+    members = torch.tensor([[[1.0], [2.0]], [[3.0], [2.0]]], dtype=torch.float64)
+    found = eff.estimate_components(members, torch.tensor([[0.0], [2.0]], dtype=torch.float64))
+    # Means 2 and 2 against 0 and 2: residual (4 + 0)/2; variances 2 and 0 with n - 1.
+    assert (float(found.residual), float(found.a2), float(found.s2)) == (2.0, 1.0, 1.5)
+    with pytest.raises(DataError, match="regression"):
+        eff.estimate_components(members, torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize(("a2", "below"), [(1.6, True), (1.64, False)])
+def test_the_map_estimators_variance_meets_the_bound_at_the_golden_ratio(a2: float, below: bool) -> None:
+    assert (eff.map_estimator_variance(1.0, a2) < eff.cramer_rao_bound(1.0)) == below
+
+
 def test_data_noise_is_the_surplus_over_clean_data() -> None:
     assert eff.data_noise(0.5, 0.2) == pytest.approx(0.3)
     assert eff.data_noise(0.1, 0.2) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 import dllp
 from dllp import evaluate, metrics
 from dllp.cli import main
-from dllp.data import ArrayData
+from dllp.data import ArrayData, ood
 from dllp.data.corruptions import parse
 from dllp.posterior import Posterior
 from dllp.zoo import build
@@ -117,6 +118,82 @@ def test_data_that_does_not_fit(run: dllp.Result, data: ArrayData, words: str) -
     assert {p.device.type for p in run.model.parameters()} == {"cpu"}
 
 
+def test_estimation_efficiency_of_every_version(run: dllp.Result) -> None:
+    data = images()
+    found = evaluate.measure(run, data, corruptions=parse("noise:0.1,0.3"))
+    assert [entry.data for entry in found.efficiency] == ["clean", "noise:0.1", "noise:0.3"]
+    clean, _, noisy = found.efficiency
+    assert clean.b2 == 0 and noisy.s2 == clean.s2 and clean.particles == 2
+    members = run.posterior.members(data.inputs(slice(None))).double()
+    truth = torch.nn.functional.one_hot(data.y, 3)
+    assert clean.a2 == pytest.approx(float((members[0] - members[1]).square().mean() / 2), rel=1e-6)
+    assert clean.s2 == pytest.approx(float((truth - members.mean(0)).square().mean()) - clean.a2 / 2, rel=1e-6)
+    for entry in found.efficiency:
+        assert entry.one == pytest.approx(entry.s2 / (entry.s2 + entry.a2 + entry.b2), rel=1e-9)
+        assert entry.together == pytest.approx(entry.s2 / (entry.s2 + entry.a2 / 2 + entry.b2), rel=1e-9)
+    alone = replace(run, posterior=Posterior(run.posterior.networks[:1], torch.ones(1)), sizes=run.sizes[:1])
+    assert evaluate.measure(alone, data).efficiency == []
+
+
+def test_inputs_from_elsewhere_are_told_apart(run: dllp.Result) -> None:
+    data = images()
+    dark = ood.unlabelled(data, torch.zeros(20, 1, 8, 8, dtype=torch.uint8))
+    rows = evaluate.table(run, data, outside={"dark": dark, "same": data})
+    outside = {(row.name, row.data): row.metrics for row in rows if row.data.startswith("ood:")}
+    assert set(outside) == {
+        (n, d) for n in ("particle 1", "particle 2", "all particles") for d in ("ood:dark", "ood:same")
+    }
+    for (name, place), values in outside.items():
+        several = {"auroc_mutual_information", "fpr95_mutual_information"} if name == "all particles" else set()
+        assert set(values) == {"auroc", "fpr95"} | several
+        if place == "ood:same":
+            assert values["auroc"] == pytest.approx(0.5) and values["fpr95"] == pytest.approx(0.95, abs=0.02)
+    inside, away = (run.posterior.predict(d.inputs(slice(None))) for d in (data, dark))
+    assert inside.entropy is not None and away.entropy is not None
+    wins = (away.entropy[:, None] > inside.entropy).double().mean()
+    assert outside["all particles", "ood:dark"]["auroc"] == pytest.approx(float(wins), abs=1e-3)
+
+
+def test_particles_before_extraction_and_with_drawn_gates(run: dllp.Result) -> None:
+    data = images()
+    drawn = dllp.sample_gates(run, data.inputs(slice(0, 2)), 3)
+    rows = evaluate.table(run, data, references=True, drawn=drawn)
+    assert [row.name for row in rows] == [
+        "reference 1", "reference 2", "all references", "particle 1", "particle 2", "all particles", "drawn gates",
+    ]  # fmt: skip
+    first, everything = run.slabs[0].reference, {"accuracy", "nll", "nll_after_temperature", "brier", "ece"}
+    everything |= {"signed_ece", "aurc", "entropy", "aleatoric", "fitted_noise", "log_likelihood"}
+    p = first(data.inputs(slice(None))).softmax(1).detach()
+    assert rows[0].metrics["nll"] == pytest.approx(metrics.nll(p, data.y), rel=1e-5) and rows[0].macs == run.dense.macs
+    for row in rows:
+        more = {"epistemic", "mutual_information", "disagreement"} if row.name.startswith(("all", "drawn")) else set()
+        assert set(row.metrics) == everything | more, row.name
+        assert row.metrics["fitted_noise"] == pytest.approx(row.metrics["brier"] / 3)
+    assert evaluate.measure(run, data, drawn=dllp.sample_gates(run, data.inputs(slice(0, 2)), 1)).rows
+
+
+def test_plots_have_their_data(run: dllp.Result) -> None:
+    found = evaluate.measure(run, images(), corruptions=parse("sharpen"))
+    named = [(row.name, row.data) for row in found.rows]
+    assert [(curve["name"], curve["data"]) for curve in found.curves] == named
+    for curve, row in zip(found.curves, found.rows, strict=True):
+        assert curve["risk_coverage"]["risk"][-1] == pytest.approx(1 - row.metrics["accuracy"])
+        assert sum(curve["reliability"]["share"]) == pytest.approx(1)
+
+
+def test_a_regression_is_told_apart_by_its_variance() -> None:
+    x = torch.randn(64, 4)
+    network = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
+    config = dllp.Config(
+        keep_flops=0.5, epochs=2, batch_size=16, task="regression", lr=0.02, init="fresh", device="cpu"
+    )
+    result, data = dllp.prune(network, (x, x[:, :1]), config), ArrayData(x, x[:, :1])
+    found = evaluate.measure(result, data, outside={"far": ood.unlabelled(data, 50 * x)})
+    far = [row for row in found.rows if row.data == "ood:far"][-1]
+    assert far.metrics["auroc"] > 0.8 and set(far.metrics) == {"auroc", "fpr95"}
+    assert len(found.efficiency) == 1 and found.curves == []
+
+
 # ---- the command
 
 
@@ -143,6 +220,44 @@ def test_evaluate_corruptions_on_a_subset(finished: Path, tmp_path: Path, capsys
     assert "180 test examples" in out and "gaussian-blur:2" in out
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
     assert [row["data"] for row in rows[::4]] == ["clean", "gaussian-blur:1", "gaussian-blur:2", "sharpen", "noise:0.1"]
+
+
+def test_the_command_looks_elsewhere(tmp_path: Path, capsys: Capture) -> None:
+    out = str(tmp_path / "run")
+    assert main(["prune", *FAST, "--leave-out", "8,9", "--no-dense", "--out", out, "--quiet"]) == 0
+    words = ["--ood", "noise", "left-out", "--references", "--gate-draws", "2", "--corrupt", "sharpen"]
+    assert main(["evaluate", out, *words, "--json", str(tmp_path / "a.json")]) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("AUROC", "left-out", "estimation efficiency", "all references", "drawn"))
+    report = json.loads((tmp_path / "a.json").read_text())
+    assert {row["data"] for row in report["rows"]} == {"clean", "sharpen", "ood:noise", "ood:left-out"}
+    assert [entry["data"] for entry in report["efficiency"]] == ["clean", "sharpen"] and report["curves"]
+    assert dllp.load(out, build("small_cnn", 8, 1)).info["data"]["classes"] == list("01234567")
+
+
+def test_bad_evaluations_are_one_line(finished: Path, tmp_path: Path, capsys: Capture) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for words, text in (
+        (["--ood", "fog"], "unknown out-of-distribution data 'fog'"),
+        (["--ood", "digits"], "the data of the evaluation itself"),
+        (["--ood", "left-out"], "left no class out"),
+        (["--ood", str(empty)], "holds no image"),
+        (["--corrupt", "fog"], "unknown corruption 'fog'"),
+        (["--subset", "0"], "is empty"),
+        (["--gate-draws", "0"], "at least one draw"),
+    ):
+        assert main(["evaluate", str(finished), *words, "--json", str(tmp_path / "no.json")]) == 2, words
+        one_line(capsys, text)
+    assert main(["evaluate", str(empty)]) == 2
+    one_line(capsys, "not the folder of a finished run")
+    assert not (tmp_path / "no.json").exists()
+
+
+def test_classes_that_are_not_there_cannot_be_left_out(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["prune", *FAST, "--leave-out", "ten", "--out", str(tmp_path / "run")]) == 2
+    one_line(capsys, "no class 'ten'")
+    assert not (tmp_path / "run").exists()
 
 
 def test_other_data_is_normalised_as_in_training(finished: Path, nets: str, tmp_path: Path, capsys: Capture) -> None:

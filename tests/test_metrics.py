@@ -125,3 +125,24 @@ def test_mistakes_get_one_line(call):
     with pytest.raises(DataError) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_reliability_bins_add_up_to_the_calibration_error():
+    p = (3 * torch.randn(500, 4, dtype=torch.float64)).softmax(1)
+    y = torch.arange(500) % 4
+    bins = metrics.reliability(p, y)
+    assert sum(bins["share"]) == pytest.approx(1) and len(bins["share"]) <= metrics.BINS
+    triples = zip(bins["share"], bins["confidence"], bins["accuracy"], strict=True)
+    assert sum(share * abs(c - a) for share, c, a in triples) == pytest.approx(metrics.ece(p, y), abs=1e-6)
+    sure = metrics.reliability(torch.tensor([[1.0, 0.0]]), torch.tensor([1]))
+    assert sure == {"confidence": [1.0], "accuracy": [0.0], "share": [1.0]}
+
+
+def test_the_risk_coverage_curve_has_the_area():
+    curve = metrics.risk_coverage(P, Y)
+    assert curve["coverage"] == [0.25, 0.5, 0.75, 1.0] and curve["risk"] == pytest.approx([0, 0, 1 / 3, 1 / 2])
+    assert sum(curve["risk"]) / 4 == pytest.approx(metrics.aurc(P, Y))
+    many = torch.rand(1000, 3, dtype=torch.float64).softmax(1)
+    short = metrics.risk_coverage(many, torch.arange(1000) % 3, points=7)
+    assert len(short["risk"]) == 7 and short["coverage"][-1] == 1
+    assert short["risk"][-1] == pytest.approx(1 - metrics.accuracy(many, torch.arange(1000) % 3))

@@ -1,0 +1,169 @@
+"""Noise that depends on the input: equation 9 with d(x), learned, extracted, saved, exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Normal
+
+import dllp
+from dllp import evaluate, metrics, objective
+from dllp.cli import main
+from dllp.data import ArrayData
+from dllp.export import export
+from dllp.posterior import Posterior
+from dllp.zoo import build
+
+LOW, HIGH = 0.05, 0.5
+
+
+def residuals() -> Tensor:
+    return torch.randn(30, 4, dtype=torch.float64)
+
+
+def test_equation_9_is_a_gaussian_for_each_input() -> None:
+    r, log_d = residuals(), torch.randn(30, dtype=torch.float64)
+    exact = Normal(torch.zeros(4), (-log_d).exp()[:, None]).log_prob(r).sum(1).mean()
+    torch.testing.assert_close(objective.input_log_likelihood(r, log_d), exact)
+    constant = torch.full((30,), 0.3, dtype=torch.float64)
+    torch.testing.assert_close(
+        objective.input_log_likelihood(r, constant), objective.gaussian_log_likelihood(r, constant[0])
+    )
+
+
+def test_the_head_is_fitted_and_excuses_nothing() -> None:
+    r = residuals().requires_grad_()
+    best = -0.5 * r.detach().square().mean(1).log()
+    log_d = best.clone().requires_grad_()
+    objective.head_loss(r, log_d).backward()
+    assert r.grad is None, "large residuals stay errors to be made smaller"
+    torch.testing.assert_close(log_d.grad, torch.zeros(30, dtype=torch.float64))
+    with torch.no_grad():
+        least = objective.head_loss(r, best)
+        assert all(objective.head_loss(r, best + step) > least for step in (-0.1, 0.1))
+
+
+def test_the_last_output_is_softly_bounded() -> None:
+    outputs = torch.tensor([[1.0, 2.0, 0.5], [3.0, 4.0, 1e6], [5.0, 6.0, -1e6]])
+    predictions, log_d = objective.split_noise(outputs)
+    assert torch.equal(predictions, outputs[:, :2])
+    assert log_d.tolist() == pytest.approx([0.5, 8.0, -8.0], abs=1e-3)
+
+
+def test_the_fitted_noise_is_where_equation_9_is_largest() -> None:
+    r = residuals()
+    values = objective.fitted(float(objective.fit_noise(r)), 4)
+    log_d = torch.tensor(values["fitted_noise"], dtype=torch.float64).log() * -0.5
+    assert values["log_likelihood"] == pytest.approx(float(objective.gaussian_log_likelihood(r, log_d)), rel=1e-12)
+    assert objective.fitted(0.0, 4) == {"fitted_noise": 0.0}
+
+
+class Constant(nn.Module):
+    """Two outputs and log d, whatever the input."""
+
+    def __init__(self, values: list[float]) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.tensor(values))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.values.expand(len(x), -1) * x
+
+
+def test_a_posterior_divides_predictions_and_noise() -> None:
+    networks = [Constant([1.0, 2.0, 0.1]), Constant([3.0, 0.0, 0.2])]
+    x = torch.tensor([[1.0], [2.0]])
+    regression = Posterior(networks, torch.ones(2), "regression", head=True).predict(x)
+    torch.testing.assert_close(regression.mean, torch.tensor([[2.0, 1.0], [4.0, 2.0]]))
+    expected = torch.stack([(-2 * 8 * (x * s / 8).tanh()).exp()[:, 0] for s in (0.1, 0.2)]).mean(0)
+    assert regression.noise is not None
+    torch.testing.assert_close(regression.noise, expected)
+    torch.testing.assert_close(regression.aleatoric, expected[:, None].expand(2, 2))
+    classes = Posterior(networks, torch.ones(2), head=True).predict(x)
+    assert classes.mean.shape == (2, 2) and classes.noise is not None
+    torch.testing.assert_close(classes.noise, expected)
+    torch.testing.assert_close(classes.total, (classes.mean * (1 - classes.mean)).sum(1))
+    assert [network.calls for network in networks] == [2, 2], "one forward pass each, noise included"
+
+
+def two_levels(n: int = 800) -> tuple[Tensor, Tensor]:
+    x = torch.rand(n, 1) * 2 - 1
+    return x, x + torch.where(x > 0, HIGH, LOW) * torch.randn(n, 1)
+
+
+@pytest.fixture(scope="module")
+def run() -> dllp.Result:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(1, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 2))
+    config = dllp.Config(
+        task="regression", noise="input", keep_flops=0.5, epochs=32, batch_size=100, init="fresh", lr=0.05, device="cpu"
+    )
+    return dllp.prune(network, two_levels(), config)
+
+
+def test_a_regression_learns_where_its_data_are_noisy(run: dllp.Result) -> None:
+    at = torch.tensor([[-0.7], [-0.4], [0.4], [0.7]])
+    p = run.posterior.predict(at)
+    assert p.noise is not None
+    deviations = p.noise.sqrt()
+    assert torch.allclose(p.mean, at, atol=0.15)
+    assert float(deviations[:2].max()) < 0.12 and float(deviations[2:].min()) > 0.3
+    assert float(run.posterior.noise.mean()) == pytest.approx((LOW**2 + HIGH**2) / 2, rel=0.3), "the constant one too"
+    x, y = two_levels()
+    rows = evaluate.table(run, ArrayData(x, y))
+    constant = metrics.gaussian_nll(run.posterior.members(x)[0], float(run.posterior.noise[0]), y)
+    assert rows[0].metrics["nll"] < constant - 0.3, "it pays to know"
+
+
+def test_it_comes_back_from_disk_and_goes_into_a_graph(run: dllp.Result, tmp_path: Path) -> None:
+    folder = run.save(tmp_path / "run")
+    network = nn.Sequential(nn.Linear(1, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 2))
+    again, x = dllp.load(folder, network), two_levels()[0][:50]
+    a, b = run.posterior.predict(x), again.posterior.predict(x)
+    torch.testing.assert_close(a.total, b.total)
+    torch.testing.assert_close(a.noise, b.noise)
+    assert export(run, tmp_path / "one.pt2", (1,), format="pt2").outputs == ("output", "noise")
+    graph = export(run, tmp_path / "all.pt2", (1,), format="pt2", particle=None)
+    mean, aleatoric, epistemic = torch.export.load(graph.path).module()(x)
+    torch.testing.assert_close(mean, a.mean)
+    torch.testing.assert_close(aleatoric, a.aleatoric)
+    torch.testing.assert_close(epistemic, a.epistemic, atol=1e-6, rtol=1e-4)
+
+
+def test_the_command_gives_networks_one_output_more(tmp_path: Path) -> None:
+    words = [
+        "--noise",
+        "input",
+        "--epochs",
+        "2",
+        "--batch-size",
+        "128",
+        "--keep-flops",
+        "0.5",
+        "--mean-weight",
+        "0.2",
+        "--no-dense",
+    ]
+    out = str(tmp_path / "run")
+    assert main(["prune", *words, "--likelihood", "gaussian", "--out", out, "--quiet"]) == 0
+    assert main(["evaluate", out, "--json", str(tmp_path / "a.json")]) == 0
+    again = json.loads((tmp_path / "a.json").read_text())
+    assert again == json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    result = dllp.load(out, build("small_cnn", 11, 1))
+    p = result.posterior.predict(dllp.data.load("digits").test.inputs(slice(0, 20)))
+    assert p.mean.shape == (20, 10) and p.noise is not None and len(p.noise.unique()) == 20
+
+
+def test_a_network_without_the_output_is_refused() -> None:
+    config = dllp.Config(noise="input", epochs=1, keep_flops=0.5, device="cpu")
+    with pytest.raises(dllp.DataError, match="one output more than there are classes"):
+        dllp.prune(build("small_cnn", 10, 1), "digits", config)
+    x, y = two_levels(20)
+    network = nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 1))
+    with pytest.raises(dllp.DataError, match="besides that for log d"):
+        dllp.prune(network, (x, y), dllp.Config(task="regression", noise="input", epochs=1, device="cpu"))
