@@ -43,6 +43,15 @@ def analyze(result: Result, particle: int = 0, dense: nn.Module | None = None) -
     return {**named, "reference": "M_0" if dense is None else "dense", **study(parts, reference)}
 
 
+def record(result: Result) -> dict[str, Any]:
+    """What a results file keeps of the first particle: the study, and a sample of the kept weights for later tests."""
+    slab = result.slabs[0]
+    parts = split(slab)
+    kept = distribution.pooled([layer["kept"] for layer in parts.values()])
+    sample = distribution.thinned(kept, distribution.DIP_SAMPLE)
+    return {**study(parts, weights(slab.reference)), "sample": np.round(sample, 4).tolist()}
+
+
 def weights(network: nn.Module) -> dict[str, Array]:
     """The weights (m,) of every convolution and linear module."""
     modules = ((name, module) for name, module in network.named_modules() if isinstance(module, KINDS))

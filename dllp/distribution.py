@@ -238,7 +238,7 @@ def density(weights: ArrayLike, limit: float, bins: int = 101) -> list[float]:
 def standardised(weights: ArrayLike) -> Array:
     """(m,) -> (m,): in units of the standard deviation; the mean stays, because zero is where pruning cuts."""
     w = _flat(weights)
-    return w / (w.std() or 1.0)
+    return w / (w.std() or 1.0) if len(w) else w
 
 
 def pooled(layers: Iterable[ArrayLike]) -> Array:

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from dllp import metrics
+from dllp.baselines import METHODS
 from dllp.bench import jobs, run, summary, tables
-from dllp.bench.jobs import DERIVED, Job, Runner
+from dllp.bench.jobs import Job, Runner
 from dllp.bench.store import LABELS, Store, shortened
 from dllp.bench.tables import Quoted, Row, Table, Variant
 from dllp.cli import main
@@ -68,14 +69,17 @@ def test_rows_are_those_of_the_issue() -> None:
     assert {name for name, count in seeds.items() if count == 5} == {
         "dense", "dllp-channel-55", "dllp-channel-74.65",
     }  # fmt: skip
-    assert set(seeds.values()) == {3, 5}
+    assert {count for name, count in seeds.items() if not name.startswith("tuned-")} == {3, 5}
     keeps = {row.name: row.job.keep for row in (*one.rows, *two.rows)}
     assert keeps["dllp-channel-55"] == keeps["thin-55"] == keeps["magnitude-55"] == keeps["dllp-weight-55"] == 0.45
     assert (keeps["dllp-channel-70"], keeps["dllp-weight-90"], keeps["dllp-channel-74.65"]) == (0.3, 0.1, 0.2535)
+    assert (keeps["tuned-fpgm-53"], keeps["tuned-sss-55"], keeps["tuned-cp-50"]) == (0.47, 0.45, 0.5)
     assert {row.job.network for row in one.rows} == {"resnet56", "resnet20"}
     assert {row.job.network for row in two.rows} == {"vgg16_bn"}
     for table in (one, two):
         assert all(row.job.epochs == 60 and row.job.config.batch_size == 512 for row in table.rows)
+        tuned = {row.job.baseline: row for row in table.rows if row.name.startswith("tuned-")}
+        assert set(tuned) == set(METHODS) and {row.job.finetune for row in tuned.values()} == {30}
         kept = {row.name for row in table.rows if row.keep_probabilities}
         assert kept == {n for n in (r.name for r in table.rows) if n == "dense" or n.startswith("dllp-channel")}
 
@@ -100,12 +104,12 @@ def test_shards_share_the_jobs_and_keep_dense_networks_at_hand(name: str, count:
         places = [whole.index(planned.job.digest) for planned in shard]
         assert places == sorted(places), "every share keeps the order"
         for i, planned in enumerate(shard):
-            if planned.job.method in DERIVED:
-                dense = replace(planned.job, method="dense", keep=1.0)
-                before = [earlier.job.digest for earlier in shard[max(0, i - 2) : i]]
-                assert dense.digest in before, "the network it starts from was trained just before"
-    work = [sum(p.job.config.particles for p in shard if p.job.method not in DERIVED) for shard in shards]
-    assert max(work) - min(work) <= 2
+            if planned.job.derived:
+                before = [earlier.job.digest for earlier in shard[:i]]
+                assert planned.job.dense.digest in before, "the network it starts from was trained before"
+    trained = [sum(p.job.config.particles for p in shard if not p.job.derived) for shard in shards]
+    work = [n + sum(p.job.finetune > 0 for p in shard) / 2 for n, shard in zip(trained, shards, strict=True)]
+    assert max(work) - min(work) <= 3
 
 
 def test_plans_follow_the_options() -> None:

@@ -14,8 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dllp import metrics, zoo
-from dllp.api import Size, environment, find_device, prune, train_dense
+from dllp import analysis, metrics, zoo
+from dllp.api import Result, Size, environment, find_device, prune, train_dense
+from dllp.baselines import find as find_baseline
+from dllp.baselines import run as baseline
+from dllp.baselines.run import FINETUNE_LR
 from dllp.bench.recipes import recipe
 from dllp.bench.store import OUTSIDE
 from dllp.config import Config
@@ -28,7 +31,7 @@ from dllp.slicing import recipe as kept_channels
 from dllp.structure import Structure, discover
 from dllp.train import EpochRecord, Trainer
 
-Method = Literal["dense", "dllp", "thin", "magnitude", "random"]
+Method = Literal["dense", "dllp", "thin", "magnitude", "random", "baseline"]
 DERIVED = ("magnitude", "random")
 """Methods that cut the dense network of the same seed and train nothing themselves."""
 KEPT = ("dense", "dllp")
@@ -58,6 +61,8 @@ class Job:
             hyperparameter is made this way.
         fraction: Share of the training images that are used; epochs are as many more as there are fewer steps in one.
         without: Classes that are left out of training and test, and kept as inputs from elsewhere.
+        baseline: With the method `baseline`: one of :data:`dllp.baselines.METHODS`.
+        finetune: Epochs after the cut of a baseline, at `finetune_lr` times the learning rate.
         changes: Differences from the network's recipe.
     """
 
@@ -70,13 +75,27 @@ class Job:
     validation: int = 0
     fraction: float = 1.0
     without: tuple[str, ...] = ()
+    baseline: str = ""
+    finetune: int = 0
+    finetune_lr: float = FINETUNE_LR
     changes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def config(self) -> Config:
         """The network's recipe with the job's own settings."""
-        own: dict[str, Any] = {"keep_flops": self.keep} if self.method == "dllp" else {"particles": 1}
+        own: dict[str, Any] = {"keep_flops": self.keep} if self.method in ("dllp", "baseline") else {}
+        own |= {} if self.method == "dllp" else {"particles": 1}
         return recipe(self.network, self.granularity, epochs=self.epochs, seed=self.seed, **{**own, **self.changes})
+
+    @property
+    def derived(self) -> bool:
+        """Whether it starts from the dense network of the same seed."""
+        return self.method in DERIVED or (self.method == "baseline" and not find_baseline(self.baseline).trains)
+
+    @property
+    def dense(self) -> Job:
+        """The dense network to start from, or to compare with."""
+        return replace(self, method="dense", granularity="channel", keep=1.0, baseline="", finetune=0, finetune_lr=FINETUNE_LR)
 
     @property
     def digest(self) -> str:
@@ -94,13 +113,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a method hands over for evaluation."""
+    """What a method hands over for evaluation; `before` is its network before fine-tuning."""
 
     posterior: Posterior
     sizes: list[Size]
     dense: Size
     seconds: float
     detail: dict[str, Any] = field(default_factory=dict)
+    before: Posterior | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +144,7 @@ class Runner:
     ) -> None:
         self.data, self.machine = data, machine
         self.watch: dict[str, Any] = {"on_epoch": on_epoch, "on_step": on_step}
-        self.dense_networks: dict[str, tuple[nn.Module, float]] = {}
+        self.dense_networks: dict[str, Result] = {}
 
     def run(self, job: Job) -> Outcome:
         """Train, evaluate, report."""
@@ -151,10 +171,20 @@ class Runner:
             "flops_of": FLOPS_OF["dense" if job.method == "dense" else job.granularity],
             "train_seconds": trained.seconds,
             "config": config.resolved().as_dict(),
+            **self._before(trained, test, device),
             **trained.detail,
             **environment(device),
         }
         return Outcome(line, {name: p.numpy() for name, p in probabilities.items()}, labels.numpy())
+
+    def _before(self, trained: Trained, test: ArrayData, device: torch.device) -> dict[str, Any]:
+        """Figures of the network before it was fine-tuned, where it was."""
+        if trained.before is None:
+            return {}
+        trained.before.to(device)
+        found = metrics.summary(members(trained.before, test, device)[0], test.y.cpu())
+        trained.before.to("cpu")
+        return {"before": found}
 
     def config(self, job: Job) -> Config:
         """The job's configuration on this machine; a fraction of the data gets as many steps as all of it."""
@@ -204,13 +234,36 @@ class Runner:
         seconds = sum(record["seconds"] for record in result.history)
         detail = {"widths": result.widths, "history": result.history, "noise": result.gates["noise"].tolist()}
         detail |= {name: result.info[name] for name in ("log_prior", "num_data")}
-        return Trained(result.posterior, result.sizes, result.dense, seconds, detail)
+        return Trained(result.posterior, result.sizes, result.dense, seconds, detail | weights(job, result))
+
+    def _baseline(self, job: Job, train: ArrayData, config: Config) -> Trained:
+        """Another method by the dense network's recipe, then its fine-tuning."""
+
+        def watched(verb: baseline.Verb, stage: str, model: nn.Module, data: Any, config: Config) -> Result:
+            return verb(model, data, config, **self.watch)
+
+        pruned = baseline.prune(
+            find_baseline(job.baseline), self._network(job), train, config, finetune_epochs=job.finetune,
+            finetune_lr=job.finetune_lr, trained=self._trained_dense(job, train, config) if job.derived else None,
+            train=watched,
+        )  # fmt: skip
+        result = pruned.result
+        detail = {"widths": result.widths, "history": result.history, **weights(job, pruned.before)}
+        before = pruned.before.posterior if pruned.after else None
+        return Trained(result.posterior, result.sizes, result.dense, spent(result), detail, before)
 
     def _dense(self, job: Job, train: ArrayData, config: Config) -> Trained:
         result = train_dense(self._network(job), train, config, **self.watch)
         seconds = sum(record["seconds"] for record in result.history)
-        self.dense_networks[job.digest] = (copy.deepcopy(result.model), seconds)
-        return Trained(result.posterior, result.sizes, result.dense, seconds, {"history": result.history})
+        self.dense_networks[job.digest] = copy.deepcopy(result)
+        detail = {"history": result.history} | weights(job, result)
+        return Trained(result.posterior, result.sizes, result.dense, seconds, detail)
+
+    def _trained_dense(self, job: Job, train: ArrayData, config: Config) -> Result:
+        """The dense network that a derived job starts from."""
+        if job.dense.digest not in self.dense_networks:
+            self._dense(job.dense, train, replace(config, keep_flops=None, keep_params=None))
+        return self.dense_networks[job.dense.digest]
 
     def _thin(self, job: Job, train: ArrayData, config: Config) -> Trained:
         """The same network, every layer equally narrower, trained from scratch."""
@@ -243,14 +296,12 @@ class Runner:
     def _derived(
         self, job: Job, train: ArrayData, config: Config, score: Callable[[nn.Module, Structure], Tensor]
     ) -> Trained:
-        dense = replace(job, method="dense", granularity="channel", keep=1.0)
-        if dense.digest not in self.dense_networks:
-            self._dense(dense, train, config)
-        network, seconds = self.dense_networks[dense.digest]
+        dense = self._trained_dense(job, train, config)
+        network = dense.model
         structure = discover(network, self._example(train))
         small, size = self._cut(network, structure, score(network, structure), job.keep)
         posterior = Posterior([small.eval()], torch.ones(1))
-        return Trained(posterior, [size], dense_size(structure), seconds)
+        return Trained(posterior, [size], dense_size(structure), spent(dense))
 
     def _example(self, train: ArrayData) -> Tensor:
         return train.inputs(slice(0, 2)).cpu()
@@ -260,6 +311,16 @@ class Runner:
         gates = chosen.double()
         size = Size(float(structure.flops.expected(gates)), round(float(structure.params.expected(gates))))
         return cut(network, kept_channels(network, structure.groups, chosen)), size
+
+
+def spent(result: Result) -> float:
+    """Seconds of all its epochs."""
+    return sum(record["seconds"] for record in result.history)
+
+
+def weights(job: Job, result: Result) -> dict[str, Any]:
+    """How the weights are distributed, for jobs that single weights are the point of (Section 9)."""
+    return {"distribution": analysis.record(result)} if job.granularity == "weight" else {}
 
 
 def dense_size(structure: Structure) -> Size:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dllp import artifacts
-from dllp.bench import doubt, pictures, reliability
+from dllp.bench import densities, doubt, pictures, reliability
 from dllp.bench.jobs import Runner
 from dllp.bench.store import LABELS, Store
 from dllp.bench.summary import check, markdown, summarise
@@ -18,7 +18,11 @@ from dllp.errors import DllpError
 SUMMARY, MARKDOWN, PICTURE = "summary.json", "table.md", "picture.svg"
 SUMMARIES = {"figure3": doubt.figure3, "figure4": doubt.figure4, "reliability": reliability.summarise}
 TEXTS = {"figure3": doubt.markdown, "figure4": doubt.markdown, "reliability": reliability.markdown}
+DENSITIES = ("figure2", "figure5")
+SUMMARIES |= dict.fromkeys(DENSITIES, densities.summarise)
+TEXTS |= dict.fromkeys(DENSITIES, densities.markdown)
 PICTURES = {"figure3": doubt.draw, "figure4": doubt.draw, "reliability": reliability.draw}
+PICTURES |= dict.fromkeys(DENSITIES, densities.draw)
 """What is no table has a summary, a text and a picture of its own."""
 
 

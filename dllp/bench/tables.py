@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from dllp.bench.jobs import DERIVED, Job
+from dllp.baselines import METHODS, Method
+from dllp.bench.jobs import Job
 from dllp.errors import ConfigError
 
 FIVE, THREE = (0, 1, 2, 3, 4), (0, 1, 2)
@@ -63,7 +64,10 @@ class Variant:
 
     def of(self, job: Job, seed: int) -> Job:
         """The job as this variant runs it."""
-        return replace(job, seed=seed, epochs=self.epochs or job.epochs, validation=self.validation)
+        epochs, finetune = self.epochs or job.epochs, job.finetune
+        if self.epochs:
+            finetune = min(finetune, -(-self.epochs // 2))  # half of the training, as in the tables
+        return replace(job, seed=seed, epochs=epochs, finetune=finetune, validation=self.validation)
 
     @property
     def suffix(self) -> str:
@@ -123,11 +127,11 @@ class Table:
         for seed in sorted({seed for row in chosen for seed in (seeds or row.seeds)}):
             for row in chosen:
                 if seed in (seeds or row.seeds):
-                    shared = row.job.method == "dense" or row.job.method in DERIVED
+                    shared = row.job.method == "dense" or row.job.derived
                     key = (seed, row.job.network if shared else row.name)
                     units.setdefault(key, []).append(Planned(row, variant.of(row.job, seed)))
         for unit in units.values():
-            unit.sort(key=lambda planned: planned.job.method in DERIVED)
+            unit.sort(key=lambda planned: planned.job.derived)
         index, count = shard
         loads = [0] * count
         mine: list[Planned] = []
@@ -146,9 +150,9 @@ class Table:
 
 
 def _work(unit: Sequence[Planned]) -> int:
-    """Networks to train."""
-    trained = sum(planned.job.config.particles for planned in unit if planned.job.method not in DERIVED)
-    return max(trained, 1)
+    """Networks to train, a fine-tuned one counted as half."""
+    trained = sum(planned.job.config.particles for planned in unit if not planned.job.derived)
+    return max(trained + sum(planned.job.finetune > 0 for planned in unit) // 2, 1)
 
 
 def table(name: str) -> Table:
@@ -173,6 +177,22 @@ def _rows(network: str, removed: str, dense_wanted: float, channel_wanted: tuple
         Row(f"magnitude-{removed}", Job(network, "magnitude", keep=keep)),
         Row(f"random-{removed}", Job(network, "random", keep=keep)),
     ]
+
+
+def _baselines(network: str, removed: str) -> list[Row]:
+    """Every other method at the FLOPs of its paper, or at the table's: 60 epochs and 30 of fine-tuning; one seed each.
+
+    More seeds, for the best of them, are an option of the command.
+    """
+    return [_baseline(method, network, removed) for method in METHODS.values()]
+
+
+def _baseline(method: Method, network: str, removed: str) -> Row:
+    published = next((figure for figure in method.published if figure.network == network), None)
+    percent = removed if published is None else f"{published.removed:g}"
+    job = Job(network, "baseline", method.granularity, kept(percent), baseline=method.name, finetune=30)
+    wanted = () if published is None else (("published", published.drop),)
+    return Row(f"tuned-{method.name}-{percent}", job, (0,), wanted)
 
 
 def kept(removed: str) -> float:
@@ -200,6 +220,7 @@ def _table1() -> Table:
         *rest,
         Row("resnet20-dense", Job("resnet20", "dense")),
         Row("resnet20-dllp-weight", Job("resnet20", "dllp", "weight", changes=fewer), wanted=(("acc", 90.3),)),
+        *_baselines("resnet56", "55"),
     ]  # fmt: skip
     return Table(
         "table1", "Table 1: ResNet-56 on CIFAR-10", tuple(rows), tuple(Quoted(m, "resnet56", *v) for m, *v in quoted)
@@ -211,7 +232,7 @@ def _table2() -> Table:
         ("LIWS", 93.45, 70.6, 0.8), ("ThiNet", 93.36, 50, 0.14), ("CP", 93.18, 50, 0.32), ("RNP", 92.15, 50, 0.85),
         ("FBS", 93.03, 50, 0.47), ("DLLP", 92.80, 74.65, 1.24),
     ]  # fmt: skip
-    rows = _rows("vgg16_bn", "74.65", 93.2, (("drop", 0.2),))
+    rows = [*_rows("vgg16_bn", "74.65", 93.2, (("drop", 0.2),)), *_baselines("vgg16_bn", "74.65")]
     return Table(
         "table2", "Table 2: VGG-16 on CIFAR-10", tuple(rows), tuple(Quoted(m, "vgg16_bn", *v) for m, *v in quoted)
     )
@@ -256,4 +277,33 @@ def _reliability() -> Table:
     return Table("reliability", title, rows, sources=("table1", "table2"))
 
 
-TABLES: dict[str, Table] = {made.name: made for made in (_table1(), _table2(), _figure3(), _figure4(), _reliability())}
+# ---- distribution: Section 3.1.2, Figures 2 and 5
+
+
+def _distribution_rows() -> list[Row]:
+    """VGG-11 whole, and pruned weight by weight to a fifth and a tenth, before any fine-tuning; one seed."""
+    rows = [Row("reference", Job("vgg11_bn", "dense", "weight", changes={"weight_decay": 5e-4}), (0,))]
+    for percent in ("80", "90"):
+        fewer = {"keep_flops": None, "keep_params": kept(percent)}
+        for name in ("l1", "l2"):
+            job = Job("vgg11_bn", "baseline", "weight", baseline=f"magnitude-{name}", changes=fewer)
+            rows.append(Row(f"{name}-{percent}", job, (0,)))
+        rows.append(Row(f"dllp-{percent}", Job("vgg11_bn", "dllp", "weight", changes=fewer), (0,)))
+    return [replace(row, keep_probabilities=True) for row in rows]
+
+
+def _figure2() -> Table:
+    title = "Figure 2: weights of VGG-11 on CIFAR-10, whole and kept by each method"
+    return Table("figure2", title, tuple(_distribution_rows()), sources=("figure5",))
+
+
+def _figure5() -> Table:
+    rows = [row for row in _distribution_rows() if row.name in ("l1-90", "dllp-90")]
+    title = "Figure 5: weights of VGG-11 layer by layer, sparsely trained and not yet cut"
+    return Table("figure5", title, tuple(rows), sources=("figure2",))
+
+
+TABLES: dict[str, Table] = {
+    made.name: made
+    for made in (_table1(), _table2(), _figure2(), _figure3(), _figure4(), _figure5(), _reliability())
+}

@@ -1,0 +1,125 @@
+"""Figures 2 and 5: what each way of pruning leaves of the distribution of VGG-11's weights, before any fine-tuning.
+
+Figure 2 shows the whole network, layers standardised: the reference, what magnitude pruning keeps, and DLLP's slab.
+Figure 5 shows every layer after sparse training and before the cut. As in the paper, densities are counts over the
+number of weights and the bin's width, and the bin nearest to zero is a circle: its height would hide the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dllp import analysis, distribution
+from dllp.bench import pictures
+from dllp.bench.store import Store
+from dllp.bench.summary import Lines, made_by, provenance
+from dllp.bench.tables import Table, Variant
+from dllp.errors import ArtifactError
+
+RATIO, DIP_P, DISTANCE = (0.75, 1.3), 0.05, 0.05
+"""What a slab should have that lost nothing: near-zero ratio, p-value of one mode, distance to its Gaussian."""
+SHOWN = {"reference": "before", "l1": "kept", "l2": "kept", "dllp": "kept"}
+"""The part of a row's weights that Figure 2 shows, by the beginning of the row's name."""
+FIGURES = ("count", "near_zero", "kurtosis", "ks", "dip_p", "wasserstein")
+
+
+def summarise(table: Table, lines: Lines, variant: Variant, store: Store) -> dict[str, Any]:
+    """Figures and densities of every row, and which of what is wanted they reach."""
+    used = {row.name: line for row in table.rows for line in table.members(row, lines, variant)}
+    rows = {name: _row(name, line, store) for name, line in used.items()}
+    words = ["dllp", "bench", table.name, *(["--epochs", str(variant.epochs)] if variant.epochs else [])]
+    return {
+        "figure": table.name,
+        "title": table.title,
+        "rows": rows,
+        "wanted": {"near_zero": list(RATIO), "dip_p": DIP_P, "ks": DISTANCE},
+        "command": " ".join(words),
+        **provenance(list(used.values())),
+    }
+
+
+def _row(name: str, line: Mapping[str, Any], store: Store) -> dict[str, Any]:
+    found = line.get("distribution")
+    if not isinstance(found, dict) or not {analysis.WHOLE, "layers", "densities", "sample"} <= set(found):
+        raise ArtifactError(f"{store.runs}, digest {line['digest']}: 'distribution' is missing: remove the line")
+    part = SHOWN[name.split("-")[0]]
+    shape = dict(found[analysis.WHOLE][part] or {})
+    if part == "kept" and shape.get("dip_p") is None and distribution.diptest is not None:
+        shape["dip"], shape["dip_p"] = distribution.dip(found["sample"])
+    row = {
+        "part": part,
+        "removed": 1 - line["params"][0] / line["dense_params"],
+        "accuracy": 100 * line["particles"][0]["accuracy"],
+        "seed": line["seed"],
+        "shape": shape,
+        "layers": {layer: shapes[part] for layer, shapes in found["layers"].items()},
+        "densities": found["densities"],
+    }
+    if name.startswith("dllp") and shape:
+        row["reached"] = {
+            "near_zero": RATIO[0] <= shape["near_zero"] <= RATIO[1],
+            "dip_p": None if shape["dip_p"] is None else shape["dip_p"] > DIP_P,
+            "ks": shape["ks"] <= DISTANCE,
+        }
+    return row
+
+
+def markdown(table: Table, summary: Mapping[str, Any]) -> str:
+    """One line for each row, then what is wanted of DLLP's."""
+    forms = ("{:,}", "{:.2f}", "{:.2f}", "{:.3f}", "{:.2f}", "{:.3f}")
+    header = ["row", "weights", "removed", "accuracy (%)", "shown", *FIGURES[1:], "wanted"]
+    body = []
+    for name, row in summary["rows"].items():
+        count, *cells = (_cell(row["shape"].get(key), form) for key, form in zip(FIGURES, forms, strict=True))
+        verdicts = {True: "reached", False: "missed", None: "not measured"}
+        wanted = "; ".join(f"{key} {verdicts[value]}" for key, value in row.get("reached", {}).items())
+        removed, accuracy = f"{100 * row['removed']:.1f}%", f"{row['accuracy']:.2f}"
+        body.append([name, count, removed, accuracy, row["part"], *cells, wanted])
+    lines = [header, ["---"] + ["---:"] * (len(header) - 2) + ["---"], *body]
+    text = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    note = (
+        "Layers are standardised, then pooled; nothing was fine-tuned. near_zero: weights within a tenth of a standard "
+        "deviation over a Gaussian's; ks: distance to the Gaussian of the same mean and deviation; dip_p: p-value of "
+        f"one mode on {distribution.DIP_SAMPLE:,} weights; wasserstein: to the network's own weights before the cut. "
+        f"Wanted of DLLP: near_zero within {RATIO[0]} and {RATIO[1]}, dip_p above {DIP_P}, ks at most {DISTANCE}."
+    )
+    return "\n\n".join([f"**{table.title}**", text, note, made_by(dict(summary))]) + "\n"
+
+
+def _cell(value: Any, form: str) -> str:
+    return "–" if value is None else form.format(value)
+
+
+def draw(path: Path, summary: Mapping[str, Any]) -> None:
+    """Figure 2: a panel for each row, whole networks. Figure 5: a panel for each row, its layers above each other."""
+    layered = summary["figure"] == "figure5"
+    with pictures.panels(path, len(summary["rows"])) as axes:
+        for axis, (name, row) in zip(axes, summary["rows"].items(), strict=True):
+            if layered:
+                layers = {k: v for k, v in row["densities"].items() if k != analysis.WHOLE}
+                for shift, (layer, density) in enumerate(layers.items()):
+                    _curve(axis, density["before"], density["limit"], label=layer, order=shift)
+                axis.legend(frameon=False, fontsize=6)
+            else:
+                density = row["densities"][analysis.WHOLE]
+                _curve(axis, density[row["part"]], density["limit"])
+            axis.set_title(f"{name} ({'before the cut' if layered else row['part']})", fontsize=9)
+            axis.set_xlabel("weight" if layered else "weight (standard deviations)")
+            axis.set_ylabel("density")
+
+
+def _curve(axis: Any, values: Sequence[float], limit: float, label: str | None = None, order: int = 0) -> None:
+    """A density without its middle bin, which becomes a circle on the axis of zero: the larger, the more weights."""
+    middle, half = len(values) // 2, limit / len(values)
+    centres = np.linspace(-limit + half, limit - half, len(values))
+    around = np.array(values, dtype=float)
+    peak = float(around[middle])
+    around[middle] = np.nan
+    (line,) = axis.plot(centres, around, linewidth=0.9, label=label)
+    height = float(np.nanmax(around)) if len(values) > 1 else 0.0
+    size = 20 + 200 * peak / (peak + max(height, 1e-12))
+    axis.scatter([0], [min(peak, height)], s=size, alpha=0.5, color=line.get_color(), zorder=3 + order)
