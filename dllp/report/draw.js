@@ -14,7 +14,7 @@ function themed(layout) {
     font: { color: color("--text"), family: "system-ui, sans-serif", size: narrow ? 11 : 12 },
     hoverlabel: { bgcolor: color("--card"), bordercolor: color("--line"), font: { color: color("--text") } },
     margin: { l: narrow ? 46 : 60, r: 12, t: 24, b: 80 },
-    legend: { orientation: "h", y: 0, yref: "container", yanchor: "bottom", x: 0 },
+    legend: { orientation: "h", y: 0, yref: "container", yanchor: "bottom", x: 0, ...layout.legend },
     hovermode: "closest",
     dragmode: false,
   };

@@ -19,18 +19,30 @@ def section(run: Run) -> Section | None:
     versions = list(dict.fromkeys(row.data for row in run.rows))
     if versions == [CLEAN] or not versions:
         return None
-    names = distinct(versions)
     plots = []
     for metric, (title, form) in METRICS.items():
-        traces: list[Trace] = []
-        for i, (network, color) in enumerate(NETWORKS.items()):
-            found = {row.data: row.metrics[metric] for row in run.rows if row.name == network and metric in row.metrics}
-            if found:
-                y = [found.get(version) for version in versions]
-                mark = {"mode": "lines+markers", "marker": {"symbol": MARKS[i], "size": 9}}
-                traces.append(line(network, names, y, color, DASHES[i], **mark))
+        traces = [trace for network in NETWORKS for trace in _curves(run, network, metric, versions)]
         if traces:
-            layout = {"xaxis": axis("", type="category"), "yaxis": axis(metric, tickformat=form)}
-            caption = "The first point is the clean test data; corruptions follow as they were evaluated."
+            layout = {
+                "xaxis": axis("", type="category", automargin=True, categoryarray=distinct(versions)),
+                "yaxis": axis(metric, tickformat=form),
+                "legend": {"y": 1.02, "yref": "paper"},  # the names of corruptions need the room below
+            }
+            caption = "The first point is the clean test data; lines join the levels of one corruption."
             plots.append(Plot(f"corrupted-{metric}", title, caption, traces, layout))
     return Section("robustness", "Robustness", plots=tuple(plots))
+
+
+def _curves(run: Run, network: str, metric: str, versions: list[str]) -> list[Trace]:
+    """One network: a trace for each kind of corruption, which share a place in the legend."""
+    found = {row.data: row.metrics[metric] for row in run.rows if row.name == network and metric in row.metrics}
+    i, names = list(NETWORKS).index(network), dict(zip(versions, distinct(versions), strict=True))
+    kinds: dict[str, list[str]] = {}
+    for version in found:
+        kinds.setdefault(version.partition(":")[0], []).append(version)
+    shared = {"mode": "lines+markers", "marker": {"symbol": MARKS[i], "size": 9}, "legendgroup": network}
+    return [
+        line(network, [names[v] for v in part], [found[v] for v in part], NETWORKS[network], DASHES[i],
+             showlegend=not k, **shared)
+        for k, part in enumerate(kinds.values())
+    ]  # fmt: skip

@@ -80,10 +80,8 @@ def _time(run: Run) -> str:
         return _card("Latency", "not measured", ["dllp speed measures it"])
     settings = [r for r in run.speed.rows if _same(r, row)]
     dense = next(r for r in settings if r.network == DENSE_NETWORK)
-    notes = [f"{1e3 * dense.median:.2f} → {1e3 * row.median:.2f} ms: {describe(row)}"]
-    return _card(
-        "Latency", f"{row.speedup:.2f}× faster" if row.speedup >= 1 else f"{1 / row.speedup:.2f}× slower", notes
-    )
+    notes = ["as fast as dense", f"{1e3 * dense.median:.2f} → {1e3 * row.median:.2f} ms", describe(row)]
+    return _card("Latency", f"{row.speedup:.2f}×", notes)
 
 
 def _same(a: SpeedRow, b: SpeedRow) -> bool:
@@ -101,7 +99,8 @@ def _table(run: Run) -> str:
     if not rows:
         return note("The run holds no evaluation: dllp evaluate measures its networks.")
     names = ["rmse", "nll"] if run.regression else ["accuracy", "ece", "nll", "brier", "aurc"]
-    heads = [*(n if n == "accuracy" else n.upper() for n in names), "FLOPs", "parameters", "on disk"]
+    heads = [*(n if n == "accuracy" else "Brier" if n == "brier" else n.upper() for n in names)]
+    heads += ["FLOPs", "parameters", "on disk"]
     cells = [
         [row.name, *(metric(n, row.metrics.get(n)) for n in names),
          short_number(row.macs), short_number(row.params), short_number(row.bytes, "B")]

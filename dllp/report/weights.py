@@ -64,7 +64,8 @@ def section(run: Run) -> Section | None:
             Plot(
                 "histograms", "Slab and spike of a layer, particle 1",
                 "Densities of the kept weights (slab) and of the removed ones (spike), each of area 1, as they stood "
-                "when the gates were decided. The picture is scaled to the slab; a narrow spike rises beyond it.",
+                "when the gates were decided; the Gaussian has the slab's mean and σ, the ratio is the mass near zero. "
+                "The picture is scaled to the slab; a narrow spike rises beyond it.",
                 next(iter(choices.values())),
                 {"xaxis": axis("weight"), "yaxis": axis("density", rangemode="tozero"), "barmode": "overlay",
                  "bargap": 0},
@@ -97,15 +98,15 @@ def histogram(layer: Layer) -> list[Trace]:
     top = 1.6 * max(float(slab.max()), float(fit.max()))
     total = len(layer.slab) + len(layer.spike)
     traces: list[Trace] = []
-    for values, color, label in ((layer.spike, ORANGE, "spike, removed"), (layer.slab, BLUE, "slab, kept")):
+    for values, color, label in ((layer.spike, ORANGE, "spike"), (layer.slab, BLUE, "slab")):
         if len(values):
             y = np.minimum(_density(values, edges), top)
             traces.append({
                 "type": "bar", "x": short(middle), "y": short(y), "width": float(f"{width:.5g}"), "opacity": 0.65,
-                "name": f"{label} ({100 * len(values) / total:.0f}%)", "marker": {"color": color},
+                "name": f"{label} {100 * len(values) / total:.0f}%", "marker": {"color": color},
             })  # fmt: skip
     ratio = near_zero_ratio(layer.slab)
-    return [*traces, line(f"Gaussian fit, σ {std:.3g}, near-zero ratio {ratio:.2f}", short(middle), fit, VERMILION)]
+    return [*traces, line(f"Gaussian, σ {std:.3g}, ratio {ratio:.2f}", short(middle), fit, VERMILION)]
 
 
 def _density(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
