@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.linear_model import lasso_path
 from torch import Tensor, nn
 
 from dllp.baselines.protocol import Published, Scene
@@ -58,6 +56,10 @@ class ChannelPruning(ThiNet):
 
 def survival(shares: Tensor) -> Tensor:
     """(N, units) -> (units,): the largest penalty under which the LASSO of the full output still has the unit."""
+    # a machine that only trains may lack scikit-learn, and then lacks this method only
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import lasso_path
+
     x = shares.numpy()
     y = x.sum(1)
     strongest = float(np.abs(x.T @ y).max()) / len(x)  # from here on every weight is 0
