@@ -34,8 +34,8 @@ from dllp.train import EpochRecord, Trainer
 Method = Literal["dense", "dllp", "thin", "magnitude", "random", "baseline"]
 DERIVED = ("magnitude", "random")
 """Methods that cut the dense network of the same seed and train nothing themselves."""
-KEPT = ("dense", "dllp")
-"""Methods whose predictions are looked at on every version of the test set."""
+KEPT = ("dense", "dllp", "l1-filters")
+"""Methods and baselines whose predictions are looked at on every version of the test set."""
 OnEpoch = Callable[[EpochRecord], None]
 OnStep = Callable[[Trainer], None]
 CORRUPTIONS = ("gaussian-blur:1,2,3,5", "sharpen")
@@ -95,7 +95,9 @@ class Job:
     @property
     def dense(self) -> Job:
         """The dense network to start from, or to compare with."""
-        return replace(self, method="dense", granularity="channel", keep=1.0, baseline="", finetune=0, finetune_lr=FINETUNE_LR)
+        return replace(
+            self, method="dense", granularity="channel", keep=1.0, baseline="", finetune=0, finetune_lr=FINETUNE_LR
+        )
 
     @property
     def digest(self) -> str:
@@ -214,7 +216,7 @@ class Runner:
             train, _ = ood.leave_out(train, self.data.classes, job.without)
             test, left = ood.leave_out(test, self.data.classes, job.without)
             versions = {CLEAN: test, OUTSIDE + ood.LEFT_OUT: left, **self._far(test)}
-        elif job.method in KEPT and job.granularity == "channel" and not job.validation:
+        elif (job.baseline or job.method) in KEPT and job.granularity == "channel" and not job.validation:
             versions = self.test_versions
         if job.validation:
             train, held = holdout(train, job.validation, seed=0)

@@ -60,6 +60,7 @@ CONTESTS = (
         (
             Contender("dense", "resnet56-dense"),
             Contender("two dense networks", "resnet56-dense", "pairs"),
+            Contender("l1-norm filters, fine-tuned", "resnet56-l1-55"),
             Contender("one DLLP particle", "resnet56-dllp-55"),
             Contender("DLLP, n = 2", "resnet56-dllp-55", "together"),
             Contender("DLLP, n = 4", "resnet56-dllp-55-n4", "together"),
@@ -71,6 +72,7 @@ CONTESTS = (
         (
             Contender("dense", "vgg16-dense"),
             Contender("two dense networks", "vgg16-dense", "pairs"),
+            Contender("l1-norm filters, fine-tuned", "vgg16-l1-74.65"),
             Contender("one DLLP particle", "vgg16-dllp-74.65"),
             Contender("DLLP, n = 2", "vgg16-dllp-74.65", "together"),
         ),
