@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from dllp.evaluate import CLEAN, OUTSIDE, TOGETHER, Efficiency, Evaluation, Row
-from dllp.speed import LayerTime
+from dllp.speed import ONNX, LayerTime, headline, holding_back
 from dllp.speed import Row as SpeedRow
+from dllp.speed import describe as describe_speed
 from dllp.train import EpochRecord, Trainer
 
 try:
@@ -215,14 +216,18 @@ def status(quiet: bool) -> Iterator[Callable[[str], None]]:
         yield line.update
 
 
-def show_speed(rows: Sequence[SpeedRow], slowest: Sequence[LayerTime], title: str) -> None:
-    """Print what `dllp speed` measured, and the layers that hold the pruned network back."""
+def show_speed(rows: Sequence[SpeedRow], layers: Sequence[LayerTime], title: str) -> None:
+    """Print what `dllp speed` measured, how much of the saved FLOPs became time, and the layers that hold it back."""
     console = Console(file=sys.stdout)
     console.print(render_speed(rows, title))
     console.print("time share: time saved over FLOPs saved; int8: its accuracy was not measured")
-    held = [layer for layer in slowest if layer.lost_ms > 0]
+    row = headline(rows, ONNX)
+    if row is None or row.share is None:
+        return
+    console.print(f"{100 * row.share:.0f}% of the saved FLOPs became time: {describe_speed(row)}", highlight=False)
+    held = holding_back(layers) if row.share < 1 else []
     if held:
-        console.print("onnxruntime, one thread: what holds it back most, milliseconds dense -> pruned (ideal)")
+        console.print("what holds it back most, milliseconds dense -> pruned (ideal):")
     for layer in held:
         ideal = layer.dense_ms * layer.kept_macs
         widths = f"{layer.dense_width} -> {layer.pruned_width} channels"

@@ -16,9 +16,6 @@ from dllp import speed as measuring
 from dllp.errors import ArtifactError, ConfigError
 from dllp.task import SETTINGS, Task, described, outputs
 
-SLOWEST = 5
-"""Layers that are named as what holds a network back."""
-
 
 def export(given: dict[str, Any]) -> None:
     """One particle, or the posterior, as an ONNX or pt2 file."""
@@ -53,7 +50,6 @@ def speed(given: dict[str, Any]) -> None:
         rows = measuring.measure(found, shape, batches=batches, seconds=given.get("seconds", 5.0), progress=tell)
         tell("layers")
         layers = measuring.layers(found[0], found[1], shape, batch=max(batches))
-    slowest = sorted(layers, key=lambda layer: -layer.lost_ms)[:SLOWEST]
     report = {
         "folder": str(given["folder"]),
         "environment": environment(),
@@ -63,7 +59,7 @@ def speed(given: dict[str, Any]) -> None:
     if "json" in given:
         artifacts.write_json(Path(given["json"]), report)
     if not given.get("quiet"):
-        progress.show_speed(rows, slowest, f"{given['folder']}: particle {given.get('particle', 1)} against dense")
+        progress.show_speed(rows, layers, f"{given['folder']}: particle {given.get('particle', 1)} against dense")
     if given.get("particle", 1) == 1:  # the one that the report speaks of
         try:
             artifacts.write_json(Path(given["folder"]) / artifacts.SPEED, report)

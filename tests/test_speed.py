@@ -51,6 +51,7 @@ def test_command_measures_every_setting(run: Path, tmp_path: Path, capsys: pytes
     shown = capsys.readouterr().out
     assert "onnxruntime" in shown and "rounded to 8" in shown
     report = json.loads(path.read_text())
+    assert json.loads((run / "speed.json").read_text()) == report  # for the report of the run
     rows = report["rows"]
     networks = ["dense", "pruned", "pruned, padded to 8", "pruned, rounded to 8"]
     for runtime in (speed.TORCH, speed.ONNX):
@@ -157,9 +158,20 @@ def test_table_and_slow_layers(capsys: pytest.CaptureFixture[str]) -> None:
     slow = [speed.LayerTime("[red]conv", 10.0, 6.0, 64, 17, 0.25), speed.LayerTime("fine", 10.0, 2.0, 64, 16, 0.25)]
     progress.show_speed([*rows, replace(rows[0], device="cuda")], slow, "a [title]")
     shown = capsys.readouterr().out
-    for text in ("a [title]", "2.00x", "67%", "pruned int8", "[red]conv (64 -> 17 channels): 10.00 -> 6.00 (2.50)"):
+    for text in (
+        "a [title]",
+        "2.00x",
+        "67%",
+        "pruned int8",
+        "[red]conv (64 -> 17 channels): 10.00 -> 6.00 (2.50)",
+        "67% of the saved FLOPs became time: onnxruntime, cpu, 1 thread, batch 64",
+    ):
         assert text in shown
     assert "fine" not in shown and "cuda" in shown
+    ideal = speed.compared([row("dense", 4e-3, 1e6), row("pruned", 0.9e-3, 2.5e5)])
+    progress.show_speed(ideal, slow, "")
+    shown = capsys.readouterr().out
+    assert "103% of the saved FLOPs became time" in shown and "conv" not in shown  # nothing holds it back
 
 
 @pytest.mark.parametrize(("words", "reason"), [(["--batch", "0"], "batch sizes"), (["--particle", "9"], "particle 9")])

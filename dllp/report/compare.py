@@ -9,10 +9,10 @@ from dllp.errors import ArtifactError
 from dllp.evaluate import DENSE, TOGETHER
 from dllp.report.contents import Run
 from dllp.report.figures import CYCLE, GREY, MARKS, Plot, Section, axis, line, short
-from dllp.report.latency import describe, headline
 from dllp.report.markup import table
 from dllp.report.names import plot_text
 from dllp.report.units import metric, percent, short_number
+from dllp.speed import describe, headline
 
 KINDS = (DENSE, "particle 1", TOGETHER)
 

@@ -9,7 +9,7 @@ from dllp.report.contents import Run, Speed
 from dllp.report.figures import BLUE, CYCLE, ORANGE, Plot, Section, axis, distinct, names_axis, short
 from dllp.report.markup import folded, note, table
 from dllp.report.names import plot_text
-from dllp.speed import DENSE, PRUNED, LayerTime
+from dllp.speed import DENSE, LayerTime, describe, headline, holding_back
 from dllp.speed import Row as SpeedRow
 
 MOST = 30
@@ -29,19 +29,6 @@ def section(run: Run) -> Section | None:
     return Section("speed", "Speed", lead=_verdict(speed, held), markup=_table(speed.rows), plots=tuple(plots))
 
 
-def holding_back(layers: Sequence[LayerTime], count: int = 5) -> list[LayerTime]:
-    """The layers whose time fell least short of their FLOPs, the worst first."""
-    return [layer for layer in sorted(layers, key=lambda layer: -layer.lost_ms)[:count] if layer.lost_ms > 0]
-
-
-def headline(rows: Sequence[SpeedRow]) -> SpeedRow | None:
-    """The pruned network in the largest batch on the fewest threads: the row that is spoken of."""
-    found = [
-        row for row in rows if row.network == PRUNED and row.speedup is not None and not row.runtime.endswith("int8")
-    ]
-    return min(found, key=lambda row: (row.device != "cpu", row.threads, -row.batch), default=None)
-
-
 def _verdict(speed: Speed, held: Sequence[LayerTime]) -> str:
     row = headline(speed.rows)
     if row is None or row.speedup is None:
@@ -53,12 +40,6 @@ def _verdict(speed: Speed, held: Sequence[LayerTime]) -> str:
             names = ", ".join(f"{layer.layer} ({layer.lost_ms:.2f} ms)" for layer in held[:3])
             text += f" What holds it back most: {names}, in milliseconds above their share of the FLOPs."
     return text
-
-
-def describe(row: SpeedRow) -> str:
-    """The setting in words."""
-    threads = f", {row.threads} thread{'s' * (row.threads > 1)}" if row.device == "cpu" else ""
-    return f"{row.runtime}, {row.device}{threads}, batch {row.batch}"
 
 
 def _times(speed: Speed) -> Plot:

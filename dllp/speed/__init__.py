@@ -1,12 +1,13 @@
 """Dense against extracted, measured: time, peak memory and bytes on disk, and what became of the saved FLOPs."""
 
 from dllp.speed.clock import interleaved
-from dllp.speed.layers import LayerTime, layers, torch_layers
+from dllp.speed.layers import LayerTime, holding_back, layers, torch_layers
 from dllp.speed.measure import measure, measure_torch
-from dllp.speed.rows import DENSE, INT8, ONNX, PRUNED, TORCH, Row, Subject, as_dict, compared
+from dllp.speed.rows import DENSE, INT8, ONNX, PRUNED, TORCH, Row, Subject, as_dict, compared, describe, headline
 from dllp.speed.subjects import multiples, subjects
 
 __all__ = [
-    "DENSE", "INT8", "ONNX", "PRUNED", "TORCH", "LayerTime", "Row", "Subject", "as_dict", "compared", "interleaved",
-    "layers", "measure", "measure_torch", "multiples", "subjects", "torch_layers",
+    "DENSE", "INT8", "ONNX", "PRUNED", "TORCH", "LayerTime", "Row", "Subject", "as_dict", "compared", "describe",
+    "headline", "holding_back", "interleaved", "layers", "measure", "measure_torch", "multiples", "subjects",
+    "torch_layers",
 ]  # fmt: skip

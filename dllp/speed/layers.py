@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,11 @@ class LayerTime:
     def lost_ms(self) -> float:
         """Time above the dense one scaled by the kept FLOPs: what holds the network back."""
         return self.pruned_ms - self.dense_ms * self.kept_macs
+
+
+def holding_back(layers: Sequence[LayerTime], count: int = 5) -> list[LayerTime]:
+    """The layers that took most time above their share of the FLOPs, the worst first."""
+    return [layer for layer in sorted(layers, key=lambda layer: -layer.lost_ms)[:count] if layer.lost_ms > 0]
 
 
 def layers(

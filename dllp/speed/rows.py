@@ -73,3 +73,16 @@ def compared(rows: Sequence[Row]) -> list[Row]:
 def as_dict(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Plain values, ready for JSON."""
     return [asdict(row) | {"throughput": row.throughput} for row in rows]
+
+
+def describe(row: Row) -> str:
+    """A setting in words."""
+    threads = f", {row.threads} thread{'s' * (row.threads > 1)}" if row.device == "cpu" else ""
+    return f"{row.runtime}, {row.device}{threads}, batch {row.batch}"
+
+
+def headline(rows: Sequence[Row], runtime: str | None = None) -> Row | None:
+    """The pruned network in the largest batch on the fewest threads: the row that is spoken of."""
+    found = [row for row in rows if row.network == PRUNED and row.speedup is not None and row.runtime != INT8]
+    found = [row for row in found if runtime in (None, row.runtime)]
+    return min(found, key=lambda row: (row.device != "cpu", row.threads, -row.batch), default=None)
