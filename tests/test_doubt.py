@@ -18,7 +18,8 @@ from dllp.bench.__main__ import main
 from dllp.bench.jobs import Job, Runner
 from dllp.bench.store import LABELS, Store
 from dllp.bench.tables import Row, Table, Variant
-from dllp.data import load
+from dllp.data import digits, load
+from dllp.errors import ArtifactError
 from tests.commands import one_line
 
 Capture = pytest.CaptureFixture[str]
@@ -137,6 +138,35 @@ def test_ensembles_of_two_use_every_dense_network_twice(tmp_path: Path) -> None:
     contender = reliability.Contender("pairs", "row", "pairs")
     sums = [float(versions["clean"].mean(0)[0, 0]) for [(versions, _)] in reliability._units(contender, lines, store)]
     assert sums == pytest.approx([0.75, 0.65, 0.7], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("figure4", "log_prior"), ("figure4", "versions"), ("figure3", "particles"), ("reliability", "macs"),
+        ("reliability", "versions"),
+    ],
+)  # fmt: skip
+def test_runs_that_are_not_of_the_bench_are_named(name: str, damage: str, tmp_path: Path) -> None:
+    table = tables.TABLES[name]
+    store, job = run.open_store(tmp_path, table, Variant()), table.rows[-1 if name == "figure3" else 0].job
+    labels = np.arange(40) % CLASSES
+    kept = {quality: predictions(level, 0.01, labels) for quality, level in LEVELS.items()}
+    if damage == "versions":
+        kept = {"gaussian-blur:5": kept["gaussian-blur:5"]}
+    if damage == "particles":
+        kept = {quality: p[:1] for quality, p in kept.items()}
+    store.add({key: value for key, value in line(job).items() if key != damage or damage == "particles"},
+              {**kept, LABELS: labels})  # fmt: skip
+    with pytest.raises(ArtifactError, match="remove its line"):
+        run.write_summary(table, store, Variant())
+    assert not (store.folder / "summary.json").exists()
+
+
+def test_digits_are_left_out_where_they_are_not_installed(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digits, "installed", lambda: False)
+    _, versions = Runner(load(data))._split(Job(NETWORK, "dense"))
+    assert "ood:noise" in versions and "ood:digits" not in versions
 
 
 # ---- finished runs of other tables

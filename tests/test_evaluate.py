@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -251,6 +252,11 @@ def test_bad_evaluations_are_one_line(finished: Path, tmp_path: Path, capsys: Ca
         one_line(capsys, text)
     assert main(["evaluate", str(empty)]) == 2
     one_line(capsys, "not the folder of a finished run")
+    without = tmp_path / "without"
+    shutil.copytree(finished, without)
+    (without / "particle-1.safetensors").unlink()
+    assert main(["evaluate", str(without)]) == 2
+    one_line(capsys, "particle-1.safetensors")
     assert not (tmp_path / "no.json").exists()
 
 

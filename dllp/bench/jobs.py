@@ -22,7 +22,7 @@ from dllp.baselines.run import FINETUNE_LR
 from dllp.bench.recipes import recipe
 from dllp.bench.store import OUTSIDE
 from dllp.config import Config
-from dllp.data import ArrayData, Dataset, holdout, ood, stratified
+from dllp.data import ArrayData, Dataset, digits, holdout, ood, stratified
 from dllp.data.corruptions import parse
 from dllp.posterior import Posterior
 from dllp.selection import select
@@ -206,7 +206,7 @@ class Runner:
         return {CLEAN: self.data.test, **corrupted, **self._far(self.data.test)}
 
     def _far(self, test: ArrayData) -> dict[str, ArrayData]:
-        found = {name: ood.find(name, test) for name in FAR}
+        found = {name: ood.find(name, test) for name in FAR if name != "digits" or digits.installed()}
         return {OUTSIDE + name: data.subset(range(min(len(data), MOST_OUTSIDE))) for name, data in found.items()}
 
     def _split(self, job: Job) -> tuple[ArrayData, dict[str, ArrayData]]:

@@ -13,7 +13,7 @@ from dllp.bench.jobs import Runner
 from dllp.bench.store import LABELS, Store
 from dllp.bench.summary import check, markdown, summarise
 from dllp.bench.tables import Planned, Table, Variant
-from dllp.errors import DllpError
+from dllp.errors import ArtifactError, DllpError
 
 SUMMARY, MARKDOWN, PICTURE = "summary.json", "table.md", "picture.svg"
 SUMMARIES = {"figure3": doubt.figure3, "figure4": doubt.figure4, "reliability": reliability.summarise}
@@ -97,7 +97,12 @@ def write_summary(table: Table, store: Store, variant: Variant) -> dict[str, Any
         check(line, store.runs)
     if not used:
         return None
-    summary = SUMMARIES.get(table.name, summarise)(table, lines, variant, store)
+    try:
+        summary = SUMMARIES.get(table.name, summarise)(table, lines, variant, store)
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:  # lines and arrays may be by anyone
+        raise ArtifactError(
+            f"{store.runs}: a run is not one of {table.name} ({error!r}): remove its line, and its job runs again"
+        ) from None
     artifacts.write_json(store.folder / SUMMARY, summary)
     artifacts.write_bytes(store.folder / MARKDOWN, TEXTS.get(table.name, markdown)(table, summary).encode())
     if table.name in PICTURES and pictures.installed():

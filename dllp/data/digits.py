@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 
 from dllp.data.arrays import ArrayData
@@ -9,6 +11,11 @@ from dllp.data.split import stratified
 
 TEST = 360
 SPLIT_SEED = 0
+
+
+def installed() -> bool:
+    """Whether scikit-learn, which holds the images, is there."""
+    return importlib.util.find_spec("sklearn") is not None
 
 
 def arrays() -> tuple[ArrayData, ArrayData]:
