@@ -21,6 +21,7 @@ from dllp.errors import ArtifactError
 from tests.commands import one_line
 
 DIGITS = load("digits")
+KINDS = (("l1", ""), ("l2", ""), ("dllp", ""), ("dllp", "-beta0.02"))
 
 
 def small(row: Row) -> Row:
@@ -33,18 +34,19 @@ def small(row: Row) -> Row:
 def figures(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("figure2", "figure5"):
         table = tables.TABLES[name]
-        rows = tuple(small(row) for row in table.rows if not row.name.endswith("80"))
+        rows = tuple(small(row) for row in table.rows if "80" not in row.name and "beta" not in row.name)
         monkeypatch.setitem(tables.TABLES, name, replace(table, rows=rows, data="digits"))
 
 
 def test_the_figures_are_those_of_the_paper() -> None:
     two, five = tables.TABLES["figure2"], tables.TABLES["figure5"]
-    names = ["reference", "l1-80", "l2-80", "dllp-80", "l1-90", "l2-90", "dllp-90"]
+    names = ["reference", *(f"{name}-{percent}{more}" for percent in (80, 90) for name, more in KINDS)]
     assert [row.name for row in two.rows] == names and [row.name for row in five.rows] == ["l1-90", "dllp-90"]
     assert {row.job.network for row in two.rows} == {"vgg11_bn"} and all(row.job.finetune == 0 for row in two.rows)
     digests = {row.job.digest for row in two.rows}
-    assert {row.job.digest for row in five.rows} <= digests and len(digests) == 7, "figure 5 trains nothing of its own"
-    assert two.rows[-1].job.config.keep_params == 0.1 and two.rows[-1].job.config.keep_flops is None
+    assert {row.job.digest for row in five.rows} <= digests and len(digests) == 9, "figure 5 trains nothing of its own"
+    config = two.rows[-1].job.config
+    assert (config.keep_params, config.keep_flops, config.beta) == (0.1, None, 0.02)
 
 
 @pytest.mark.usefixtures("figures")
