@@ -201,6 +201,21 @@ def test_the_lasso_keeps_what_rebuilds() -> None:
     assert scores.argsort(descending=True).tolist() == [0, 4, 2, 5, 1, 3]
 
 
+def test_the_lasso_agrees_with_coordinate_descent() -> None:
+    from sklearn.linear_model import Lasso
+
+    x = normal(300, 8) @ (torch.eye(8, dtype=torch.float64) + 0.5 * normal(8, 8, seed=1))
+    y = x.sum(1)
+    gram, target = x.T @ x / 300, x.T @ y / 300
+    start, rate = torch.zeros(8, dtype=torch.float64), 1 / torch.linalg.eigvalsh(gram)[-1]
+    for share in (0.5, 0.1, 0.01):
+        strength = share * target.abs().max()
+        oracle = Lasso(float(strength), fit_intercept=False, tol=1e-12, max_iter=100_000).fit(x.numpy(), y.numpy())
+        found = cp.lasso(gram, target, strength, start, rate)
+        torch.testing.assert_close(found, torch.from_numpy(oracle.coef_), rtol=1e-4, atol=1e-4)
+        assert torch.equal(found == 0, torch.from_numpy(oracle.coef_ == 0))
+
+
 def test_least_squares_rebuild_what_can_be_rebuilt() -> None:
     x, start = normal(400, 5), normal(5, 3, seed=2)
     true = normal(5, 3, seed=1)
