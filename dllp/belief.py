@@ -121,15 +121,11 @@ class Belief:
         if self.config.slab_bounds is not None:
             self.log_slab.copy_(priors.clamp_slab(self.log_slab, self.config.slab_bounds))
 
-    def decide(self, rows: Tensor) -> Tensor:
-        """(n, P) -> bool (n, U): the gates that stay, such that the true cost meets the budget."""
-        odds = self.logits
-        if self.config.decide_by == "posterior":
-            scales = self._gating.scales
-            odds = priors.slab_logit(scales.of(rows), self.logits, scales.spread(self.log_slab).exp(), self.spike)
-        if not bool(odds.isfinite().all()):
+    def decide(self) -> Tensor:
+        """bool (n, U): the gates that stay, such that the true cost meets the budget."""
+        if not bool(self.logits.isfinite().all()):
             raise NumericsError(f"the gates are not finite: training diverged; lower lr (now {self.config.lr})")
-        return torch.stack([self._gating.select(row, self.budget, self.target) for row in odds])
+        return torch.stack([self._gating.select(row, self.budget, self.target) for row in self.logits])
 
     def log_prior(self, rows: Tensor) -> Tensor:
         """(n, P) -> (n,): log density of all gated scales, equation 10 or the prior in its place, in float64."""

@@ -59,22 +59,16 @@ class Config:
         prior_strength: `bayes` weighs the prior by 1/N, `tempered` by 1/max(N, gated weights).
         sparsity: Without a budget: strength of the hyperprior -sparsity * cost/dense on the gates.
         lr: Peak learning rate; `lr_end` closes the cosine, after `warmup` epochs of linear rise.
-        restart: Peak of a second cycle of the learning rate, as a share of `lr`, that begins when gates start to close;
-            the first then ends at `lr_end` there. 0: one cycle.
         momentum: Nesterov momentum.
         weight_decay: Shrinkage of whatever the prior does not shrink.
         lr_gates: Adam's rate for gate logits; `lr_scales` is its rate for slab precisions and d.
         gate_logit: Initial gate logit (3: gates start 95% open).
         open_until, ramp_until, discrete_at: Progress in [0, 1] at which gates start to close, the budget
             ramp reaches its target, and gates become discrete and the network is sliced.
-        decide_by: What is ranked when gates become discrete: `gate`, their probabilities, or `posterior`, the odds that
-            a weight belongs to the slab given its gate and its value.
         tau_start, tau_end: Temperature of the relaxed gates, annealed until `discrete_at`.
         dual_step: Step of the budget's multiplier.
         gap_penalty: Weight of the squared gap between expected cost and ramp.
         mean_weight: Share of the task loss taken on the mean prediction of all particles.
-        teacher_weight: Share of the task loss taken, once gates start to close, on the mean prediction of the particles
-            as they stood before: the pruned networks are to keep the whole one's predictive distribution.
         patience: Stop early when the training loss has not improved for this many epochs after
             gates are discrete (0: run all epochs).
     """
@@ -115,7 +109,6 @@ class Config:
     lr: float = 0.1
     lr_end: float = 0.001
     warmup: float = 2.0
-    restart: float = 0.0
     momentum: float = 0.9
     weight_decay: float | None = None
     lr_gates: float = 0.02
@@ -124,13 +117,11 @@ class Config:
     open_until: float = 0.05
     ramp_until: float = 0.35
     discrete_at: float = 0.5
-    decide_by: Literal["gate", "posterior"] = "gate"
     tau_start: float = 1.0
     tau_end: float = 0.1
     dual_step: float = 0.02
     gap_penalty: float = 10.0
     mean_weight: float = 0.0
-    teacher_weight: float = 0.0
     patience: int = 0
 
     def __post_init__(self) -> None:
@@ -162,10 +153,8 @@ class Config:
             raise ConfigError(f"seed must be of 64 bits and particles at most {MOST_PARTICLES}")
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum = {self.momentum} is outside [0, 1)")
-        if self.mean_weight < 0 or self.teacher_weight < 0 or self.mean_weight + self.teacher_weight > 1:
-            raise ConfigError("mean_weight and teacher_weight must not be negative, and together at most 1")
-        if self.teacher_weight and (self.task == "regression" or self.open_until == 0):
-            raise ConfigError("teacher_weight needs task = classification and open_until > 0: there is no teacher else")
+        if not 0 <= self.mean_weight <= 1:
+            raise ConfigError(f"mean_weight = {self.mean_weight} is outside [0, 1]")
         if self.epsilon is not None and self.epsilon <= self.slab:
             raise ConfigError(f"epsilon = {self.epsilon} must exceed slab = {self.slab}: the spike is the narrow part")
         if not 0 <= self.open_until <= self.ramp_until <= self.discrete_at <= 1:

@@ -27,7 +27,7 @@ def _log(value: Tensor | float) -> Tensor | float:
     return value.log() if isinstance(value, Tensor) else math.log(value)
 
 
-def slab_logit(w: Tensor, logit: Tensor, slab: Tensor | float, spike: Tensor | float) -> Tensor:
+def _slab_logit(w: Tensor, logit: Tensor, slab: Tensor | float, spike: Tensor | float) -> Tensor:
     """(...) -> (...): log odds that a weight belongs to the slab, never NaN."""
     largest = torch.finfo(w.dtype).max
     # Both clamps keep inf - inf and 0 * inf away for huge weights and for gates at exactly 0 or 1.
@@ -48,7 +48,7 @@ def spike_and_slab_log_prob(w: Tensor, logit: Tensor, slab: Tensor | float, spik
 
 def responsibility(w: Tensor, logit: Tensor, slab: Tensor | float, spike: Tensor | float) -> Tensor:
     """(...) -> (...): probability r that each weight was drawn from the slab."""
-    return slab_logit(w, logit, slab, spike).sigmoid()
+    return _slab_logit(w, logit, slab, spike).sigmoid()
 
 
 def precision_parts(w: Tensor, logit: Tensor, slab: Tensor | float, spike: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ def precision_parts(w: Tensor, logit: Tensor, slab: Tensor | float, spike: Tenso
 
     Apart, because the spike's stiff part is taken by :func:`proximal_spike` and the slab's stays in the score.
     """
-    odds = slab_logit(w, logit, slab, spike)
+    odds = _slab_logit(w, logit, slab, spike)
     # 1 - r as a sigmoid of its own: near r = 1 a subtraction would leave rounding noise times epsilon^2.
     return odds.sigmoid() * (slab * slab), (-odds).sigmoid() * (spike * spike)
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from dllp.errors import ArtifactError
-from dllp.step import teacher
 from dllp.train import EpochRecord, Trainer
 
 FREE = ("device", "engine", "on_nan")
@@ -50,8 +49,6 @@ def restore(trainer: Trainer, state: State) -> None:
     try:
         _check(trainer, tensors, values)
         keep = tensors.pop("keep", None)
-        if any(name.startswith("teacher/") for name in tensors):
-            trainer.teachers = [teacher(network) for network in trainer.particles.networks]
         _fill(trainer, tensors)  # the small networks are cut from full ones that hold the checkpoint's weights
         if keep is not None and trainer.gating is not None:
             trainer.apply_decisions(trainer.gating, keep.to(trainer.particles.device, torch.bool))
@@ -115,8 +112,6 @@ def _tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     yield from (("multiplier", belief.multiplier), ("gap", belief.gap))
     for i, network in enumerate(particles.networks):
         yield from ((f"full/{i}/{name}", buffer) for name, buffer in network.named_buffers())
-    for i, network in enumerate(trainer.teachers):
-        yield from ((f"teacher/{i}/{name}", value) for name, value in network.state_dict().items())
     for i, part in enumerate(particles.sliced):
         yield from ((f"small/{i}/{name}", buffer) for name, buffer in part.network.named_buffers())
 

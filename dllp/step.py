@@ -7,7 +7,6 @@ are sliced, and the same run goes on in the small shape.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
@@ -49,7 +48,6 @@ class Step:
         self.fused = device.type == "cuda" and config.engine != "eager" and fusion.available()
         self.computing: list[nn.Module] = []  # what forward runs: the active networks, their norms fused where possible
         self.closed: list[tuple[Fold, Tensor]] = []  # folds and gates that close the padding of slices
-        self.teachers: list[nn.Module] = []  # the particles as they stood when gates began to close
         self.momentum = torch.zeros_like(rows)
         self.gaussian = config.likelihood == "gaussian"
         self.scores = torch.zeros_like(rows if self.gaussian else rows[:, :0])
@@ -80,12 +78,10 @@ class Step:
         return "open" if self.gating is None or self.progress < self.config.open_until else "soft"
 
     def prepare(self, x: Tensor) -> None:
-        """What comes before a step: gates that are due are decided, teachers are kept as gates begin to close."""
+        """What comes before a step: gates that are due are decided, knobs are set."""
         c = self.config
         if self.gating is not None and self.belief.keep is None and self.progress >= c.discrete_at:
             self.discretise(self.gating)
-        if self.phase == "soft" and c.teacher_weight and not self.teachers:
-            self.teachers = [teacher(network) for network in self.particles.networks]
         if not self.computing:
             active = self.particles.active
             self.computing = fusion.fuse(active, x[:16]) if self.fused else active
@@ -94,21 +90,12 @@ class Step:
     def set_knobs(self) -> None:
         """Learning rate, temperature and budget of the step that comes."""
         c, p, target = self.config, self.progress, self.belief.target
-        lr = self._learning_rate((self.step_index + 1) / self.total_steps)
+        warmup, after = min(c.warmup / c.epochs, 0.5), (self.step_index + 1) / self.total_steps
+        lr = schedule.learning_rate(after, peak=c.lr, end=c.lr_end, warmup=warmup) * self.lr_scale
         tau = schedule.temperature(p, start=c.tau_start, end=c.tau_end, until=c.discrete_at)
         ramp = schedule.budget_ramp(p, target=target or 1.0, begin=c.open_until, until=c.ramp_until)
-        lr = lr * self.lr_scale
         self.lr, self.tau, self.ramp = lr, tau, ramp
         self.knobs.copy_(torch.tensor([lr, tau, ramp], dtype=self.knobs.dtype), non_blocking=True)
-
-    def _learning_rate(self, progress: float) -> float:
-        """One cosine over the run, or one until the gates start to close and a lower one after it (`restart`)."""
-        c = self.config
-        cut = c.open_until if c.restart and self.gating is not None else 1.0
-        first = progress <= cut
-        length = cut if first else 1 - cut
-        within, peak = (progress / cut, c.lr) if first else ((progress - cut) / length, c.lr * c.restart)
-        return schedule.learning_rate(within, peak=peak, end=c.lr_end, warmup=min(c.warmup / (c.epochs * length), 0.5))
 
     def _decay(self) -> Tensor:
         """(P,) weight decay where no prior acts: each weight has exactly one shrinkage in each phase (Section 2)."""
@@ -121,7 +108,7 @@ class Step:
 
     def discretise(self, gating: ChannelGating | WeightGating) -> None:
         """Decide the gates. From here on only the slab moves, and what remains of the prior is a weight decay on it."""
-        self.apply_decisions(gating, self.belief.decide(self.particles.rows))
+        self.apply_decisions(gating, self.belief.decide())
 
     def apply_decisions(self, gating: ChannelGating | WeightGating, keep: Tensor) -> None:
         """Hold the gates at `keep` (n, U), and slice channel-gated networks."""
@@ -201,21 +188,13 @@ class Step:
             outputs = functional_call(network, weights, (x,), tie_weights=False) if weights else network(x)
         return outputs.float() if bf16 else outputs
 
-    @torch.no_grad()
-    def _teach(self, i: int, x: Tensor) -> Tensor:
-        bf16 = self.config.precision == "bfloat16"
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):
-            return self.teachers[i](x).float()
-
     def _backward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
         """Fill the gradient matrix, and `scores` with the likelihood's own; returns the gates' gradients (n, U)."""
         c = self.config
         leaves = [row.detach().requires_grad_(self.phase == "soft") for row in z]
         together = c.task == "classification" and len(leaves) > 1 and c.mean_weight > 0
         ready = self._each(lambda i: self._forward(i, x, leaves[i])) if together else []
-        targets = [(c.mean_weight, self._mean(ready))] if together else []
-        if self.teachers:
-            targets.append((c.teacher_weight, self._mean(self._each(lambda i: self._teach(i, x)))))
+        mean = self._mean(ready) if together else None
 
         def work(i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             output, log_d = self._divided(ready[i] if together else self._forward(i, x, leaves[i]))
@@ -223,9 +202,9 @@ class Step:
             rest = objective.residuals(output, y, c.task)
             leaf = leaves[i : i + 1] if leaves[i].requires_grad else []
             extra = self._likelihood_scores(i, rest, log_d, leaf) if self.gaussian else None
-            total = loss * (1 - sum(share for share, _ in targets))
-            for share, mean in targets:
-                total = total + share * objective.twin_loss(output, mean)
+            total = loss
+            if mean is not None:
+                total = (1 - c.mean_weight) * loss + c.mean_weight * objective.twin_loss(output, mean)
             if log_d is not None:
                 total = total + c.beta * objective.head_loss(rest, log_d)
             found = self.particles.differentiate(i, total, *leaf)
@@ -283,11 +262,6 @@ class Step:
             weights, index, self.decay, self.moving, self.knobs[0], self.healthy,
             0.0 if self.gating is None else c.beta, c.momentum,
         )  # fmt: skip
-
-
-def teacher(network: nn.Module) -> nn.Module:
-    """A frozen copy in evaluation mode that shares no memory with the rows."""
-    return copy.deepcopy(network).eval().requires_grad_(False)
 
 
 def mean_prediction(outputs: list[Tensor]) -> Tensor:

@@ -139,7 +139,7 @@ def test_gates_that_break_before_the_decision() -> None:
     def act(trainer: Trainer) -> None:
         trainer.belief.logits[0, 0] = torch.nan
         with pytest.raises(NumericsError, match="gates are not finite"):
-            trainer.belief.decide(trainer.particles.rows)
+            trainer.belief.decide()
         trainer.belief.logits[0, 0] = 3
 
     dllp.prune(network(), table(), config(epochs=1), on_step=break_at(1, act))

@@ -94,12 +94,6 @@ def test_a_stopped_run_ends_as_one_that_never_was(tmp_path: Path, options: dict[
     assert_equal(stopped(tmp_path, step, dllp.prune, model, data, config(**options)), whole)
 
 
-def test_a_teacher_is_remembered(tmp_path: Path) -> None:
-    model, data, settings = network(), table(), config(teacher_weight=0.5)
-    whole = dllp.prune(model, data, settings)
-    assert_equal(stopped(tmp_path, 10, dllp.prune, model, data, settings), whole)
-
-
 def test_the_dense_reference_goes_on_too(tmp_path: Path) -> None:
     model, data, settings = network(), table(), config(keep_flops=None, particles=1)
     whole = api.train_dense(model, data, settings)
