@@ -169,6 +169,15 @@ def test_digits_are_left_out_where_they_are_not_installed(data: Path, monkeypatc
     assert "ood:noise" in versions and "ood:digits" not in versions
 
 
+def test_one_dense_run_is_no_ensemble(tmp_path: Path) -> None:
+    table = tables.TABLES["reliability"]
+    store = run.open_store(tmp_path, table, Variant())
+    fill(store, table.rows[0].job, LEVELS, 0.0)
+    summary = run.write_summary(table, store, Variant())
+    assert summary is not None and [row["name"] for row in summary["contests"][0]["rows"]] == ["dense"]
+    assert summary["contests"][0]["wanted"] == []
+
+
 # ---- finished runs of other tables
 
 

@@ -99,9 +99,9 @@ def summarise(table: Table, lines: Lines, variant: Variant, store: Store) -> dic
     contests = []
     for contest in CONTESTS:
         rows = [
-            _row(contender, members.get(contender.row, []), store, variant)
+            _row(contender, members[contender.row], store, variant)
             for contender in contest.contenders
-            if members.get(contender.row)
+            if len(members.get(contender.row, [])) >= (2 if contender.how == "pairs" else 1)
         ]
         if rows:
             contests.append({"title": contest.title, "rows": rows, "wanted": _verdicts(contest, rows)})
