@@ -5,6 +5,9 @@ them twice and writes them once, a backward pass reads activations and gradients
 a fixed order, so a result does not change from run to run.
 """
 
+# pyright: reportCallIssue=false
+# a kernel's launch takes options of Triton besides its arguments
+
 from __future__ import annotations
 
 from typing import Any
@@ -190,11 +193,11 @@ class _Function(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, gamma, beta, mean, rstd, y = ctx.saved_tensors
         g, relu = ctx.geometry, ctx.norm.relu
         partial, tickets = ctx.norm.scratch(g, x.device)
-        dy = dy.contiguous(memory_format=torch.channels_last)
+        dy = grad_outputs[0].contiguous(memory_format=torch.channels_last)
         masked = ctx.residual and relu
         dz = torch.empty_like(dy) if masked else dy
         dx, dgamma, dbeta = torch.empty_like(x), torch.empty_like(gamma), torch.empty_like(beta)

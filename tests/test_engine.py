@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import dllp
-from dllp import zoo
+from dllp import fusion, zoo
 from dllp.api import make_gating
 from dllp.config import Config
 from dllp.engine import WARMUP, Capture
@@ -112,8 +112,9 @@ def train(engine: str, **changes: object) -> tuple[Trainer, list[Tensor]]:
 @cuda
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
-def test_graphs_and_eager_steps_agree(exact: None, likelihood: str) -> None:
-    """Relative difference of the rows below 1e-3 after every step, through capture, slicing and capture again."""
+def test_graphs_and_eager_steps_are_equal(exact: None, monkeypatch: pytest.MonkeyPatch, likelihood: str) -> None:
+    """Bit for bit with deterministic kernels, through capture, slicing and capture again."""
+    monkeypatch.setattr(fusion, "available", lambda: False)
     eager, expected = train("eager", likelihood=likelihood)
     graph, found = train("graph", likelihood=likelihood)
     assert eager.capture.state == "eager" and graph.capture.state == "graph"
@@ -121,12 +122,25 @@ def test_graphs_and_eager_steps_agree(exact: None, likelihood: str) -> None:
     assert STEPS * 0.3 > WARMUP
     assert graph.belief.keep is not None and eager.belief.keep is not None
     assert torch.equal(graph.belief.keep, eager.belief.keep)
+    assert torch.equal(graph.belief.logits, eager.belief.logits)
     for step, (a, b) in enumerate(zip(expected, found, strict=True)):
         assert torch.isfinite(b).all()
-        assert float((a - b).norm() / a.norm()) < 1e-3, f"step {step}"
-    # Adam divides gradients by their own size: where they are near zero it magnifies rounding
-    torch.testing.assert_close(graph.belief.logits, eager.belief.logits, rtol=0, atol=1e-2)
-    torch.testing.assert_close(graph.belief.log_slab, eager.belief.log_slab, rtol=0, atol=1e-2)
+        assert torch.equal(a, b), f"step {step}"
+
+
+@cuda
+@pytest.mark.filterwarnings("default")
+def test_fused_norms_change_rounding_only(exact: None) -> None:
+    """Before the gates close, rows differ by less than 1e-3; afterwards rounding may decide another gate."""
+    _, expected = train("eager")
+    trainer, found = train("graph")
+    from dllp.fusednorm import FusedNorm
+
+    assert any(isinstance(module, FusedNorm) for module in trainer.computing[0].modules())
+    for step, (a, b) in enumerate(zip(expected, found, strict=True)):
+        assert torch.isfinite(b).all()
+        if step < STEPS * 0.3:
+            assert float((a - b).norm() / a.norm()) < 1e-3, f"step {step}"
 
 
 @cuda
