@@ -91,8 +91,8 @@ def _layout(history: Sequence[EpochRecord], title: str, **more: Any) -> dict[str
 
 def _gates(run: Run) -> list[Plot]:
     """Share of gates by probability and epoch, for all layers together and for each."""
-    wanted = (len(run.widths), BINS)
-    kept = [record for record in run.history if np.shape(record.gates) == wanted]
+    wanted = [BINS] * len(run.widths)
+    kept = [record for record in run.history if list(map(len, record.gates)) == wanted]
     if not kept or not run.widths:
         return []
     counts = np.asarray([record.gates for record in kept], dtype=float)  # (epochs, modules, BINS)

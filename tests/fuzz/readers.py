@@ -24,15 +24,18 @@ from PIL import Image
 from torch import Tensor, nn
 
 import dllp
-from dllp import checkpoints, data, options, state
+from dllp import artifacts, checkpoints, data, options, report, speed, state
 from dllp.api import make_gating
 from dllp.bench import run as bench
 from dllp.bench import tables
 from dllp.bench.store import LABELS, Store, pack
 from dllp.cli import main
-from dllp.data import cifar10_files
+from dllp.data import cifar10_files, from_pair
 from dllp.errors import LONGEST, DllpError
+from dllp.evaluate import Row
+from dllp.examples import collect
 from dllp.particles import Particles
+from dllp.report import compare, contents, page
 from dllp.structure import discover
 from dllp.task import Task
 from dllp.train import Trainer
@@ -101,6 +104,7 @@ def readers(root: Path) -> list[Reader]:
     return [
         *run_folders(root / "runs"), *settings(root / "settings"), *arrays(root / "arrays"), *cifar(root / "cifar"),
         *images(root / "images"), *results(root / "results"), *restarts(root / "checkpoints"),
+        *reports(root / "reports"),
     ]  # fmt: skip
 
 
@@ -134,6 +138,49 @@ def run_folders(root: Path) -> list[Reader]:
 
     seeds = [json.dumps(recipe).encode() for recipe in run["recipes"]]
     return [*found, Reader("recipe", seeds, read_recipe, str(channel), (mutate_json,))]
+
+
+# ---- reports
+
+
+def reports(root: Path) -> list[Reader]:
+    """Every file of a run folder that `dllp report` reads, through everything that is shown of it."""
+    config = dllp.Config(keep_flops=0.5, epochs=2, batch_size=6, device="cpu", warmup=0)
+    result = dllp.prune(network(), examples(), config)
+    folder = result.save(root / "run")
+    x, y = examples()
+    collect(result.posterior, from_pair(x, y)).write(folder)
+    rows = [row(name, data) for data in ("clean", "noise:0.1") for name in ("dense", "particle 1", "all particles")]
+    artifacts.write_json(folder / artifacts.EVALUATION, {"rows": [vars(r) for r in rows]})
+    times = [speed.Row(name, speed.TORCH, "cpu", 1, 64, 2e-3 / k, 1e-3, 3e-3, 7, 2e-3, 100 / k, 10)
+             for k, name in enumerate((speed.DENSE, speed.PRUNED), 1)]  # fmt: skip
+    layer = vars(speed.LayerTime("0", 2.0, 1.5, 4, 2, 0.5))
+    artifacts.write_json(folder / artifacts.SPEED, {"rows": speed.as_dict(speed.compared(times)), "layers": [layer]})
+    log = "".join(json.dumps({"training": "dense", **record}) + "\n" for record in result.history)
+    (folder / artifacts.LOG).write_text(log)
+
+    def read(name: str, content: bytes) -> None:
+        before = (folder / name).read_bytes()
+        (folder / name).write_bytes(content)
+        try:
+            run = contents.read(folder)
+            sections = [part.section(run) for part in report.PARTS] + compare.sections([run, run])
+            for plot in (plot for section in sections if section for plot in section.plots):
+                page._embedded(page._plot(plot))
+        finally:
+            (folder / name).write_bytes(before)
+
+    mutators = {"safetensors": mutate_tensors, "json": mutate_json, "jsonl": mutate_lines}
+    return [
+        Reader(f"{name} by report", [(folder / name).read_bytes()], functools.partial(read, name), str(folder),
+               (mutators[name.rpartition(".")[2]],), share=0.2)
+        for name in (artifacts.RUN, artifacts.EVALUATION, artifacts.SPEED, artifacts.LOG, artifacts.EXAMPLES,
+                     "reference-0.safetensors")
+    ]  # fmt: skip
+
+
+def row(name: str, data: str) -> Row:
+    return Row(name, data, {"accuracy": 0.9, "ece": 0.1, "nll": 0.3}, 100.0, 10, 40)
 
 
 def _load(folder: Path, name: str, whole: bytes, content: bytes) -> object:
