@@ -21,9 +21,10 @@ from dllp.baselines.samples import flat_weight, observe, towards
 from dllp.baselines.thinet import ThiNet, inputs_of, rebuilt
 from dllp.slicing import Recipe
 
-STRENGTHS = 60
+STRENGTHS = 30
 """Penalties along the LASSO's path, over four powers of ten."""
-SWEEPS, TOLERANCE = 500, 1e-7
+SWEEPS, TOLERANCE = 100, 1e-7
+"""Steps at each penalty, from the solution at the last one, and the change at which they end early."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,11 @@ class ChannelPruning(ThiNet):
 
     def repair(self, small: nn.Module, recipe: Recipe, scene: Scene) -> None:
         """New weights for what reads the kept channels."""
-        inputs = inputs_of(scene)
-        for name, kept_out in rebuilt(scene, recipe):
+        inputs, names = inputs_of(scene), rebuilt(scene, recipe)
+        dense = observe(scene.network, list(names), inputs)
+        for name, kept_out in names.items():
             module = small.get_submodule(name)
-            wanted = observe(scene.network, [name], inputs)[name].outputs[:, kept_out].double()
+            wanted = dense[name].outputs[:, kept_out].double()
             patches = observe(small, [name], inputs)[name].patches.flatten(1).double()
             old = flat_weight(module).flatten(1).double()
             new = towards(patches, wanted, old.T)
@@ -66,14 +68,14 @@ def survival(shares: Tensor) -> Tensor:
     return largest + 1e-9 * largest.max() * weights.abs() / weights.abs().max().clamp_min(1e-12)
 
 
-def lasso(gram: Tensor, target: Tensor, strength: Tensor, start: Tensor, rate: Tensor) -> Tensor:
+def lasso(gram: Tensor, target: Tensor, strength: Tensor, start: Tensor, rate: Tensor, sweeps: int = SWEEPS) -> Tensor:
     """argmin over b (units,) of b' gram b / 2 - b' target + strength |b|_1, by accelerated soft thresholding.
 
     `rate` is at most one over the largest eigenvalue of `gram`.
     """
     now = ahead = start
     momentum = 1.0
-    for _ in range(SWEEPS):
+    for _ in range(sweeps):
         moved = ahead - rate * (gram @ ahead - target)
         new = moved.sign() * (moved.abs() - rate * strength).clamp_min(0)
         if bool((new - now).abs().max() <= TOLERANCE * new.abs().max()):

@@ -47,16 +47,16 @@ class ThiNet(Method):
 
     def repair(self, small: nn.Module, recipe: Recipe, scene: Scene) -> None:
         """Scale the kept channels in what reads them."""
-        inputs = inputs_of(scene)
-        for name, kept_out in rebuilt(scene, recipe):
+        inputs, names = inputs_of(scene), rebuilt(scene, recipe)
+        dense = observe(scene.network, list(names), inputs)
+        for name, kept_out in names.items():
             module = small.get_submodule(name)
-            dense = observe(scene.network, [name], inputs)[name].outputs[:, kept_out]
             patches = observe(small, [name], inputs)[name].patches
             weight = flat_weight(module)
             places = torch.arange(len(patches), device=patches.device)
             output = places % len(weight)  # one output for each place: every one is seen equally often
             shares = (patches * weight[output]).sum(2).double()
-            wanted = dense[places, output].double()[:, None]
+            wanted = dense[name].outputs[:, kept_out][places, output].double()[:, None]
             scales = towards(shares, wanted, torch.ones(shares.shape[1], 1, dtype=shares.dtype, device=shares.device))
             rescale(module, scales[:, 0])
 
@@ -80,13 +80,12 @@ def inputs_of(scene: Scene) -> Tensor:
     return scene.inputs
 
 
-def rebuilt(scene: Scene, recipe: Recipe) -> list[tuple[str, Tensor | slice]]:
+def rebuilt(scene: Scene, recipe: Recipe) -> dict[str, Tensor | slice]:
     """The plain modules that lost inputs, from input to output, and which of their outputs are left."""
     readers = {name for group in scene.structure.groups for name in consumers(scene, group)}
-    names = [
-        layer.name for layer in scene.structure.layers if layer.name in readers and "in" in recipe.get(layer.name, {})
-    ]
-    return [(n, torch.tensor(recipe[n]["out"]) if "out" in recipe[n] else slice(None)) for n in names]
+    lost = [layer.name for layer in scene.structure.layers if "in" in recipe.get(layer.name, {})]
+    kept = {name: recipe[name].get("out") for name in lost if name in readers}
+    return {name: slice(None) if out is None else torch.tensor(out) for name, out in kept.items()}
 
 
 @torch.no_grad()
