@@ -3,8 +3,8 @@
     python benchmarks/train.py --network resnet56 --batch 512 --particles 2
 
 Phases: `plain` n copies trained with SGD (once more with this library's fused norms), `dense` the same through the
-trainer, `soft` with relaxed gates, `discrete` sliced at the budget. Times are medians over repeated windows, interleaved
-so that all see the same machine.
+trainer, `soft` with relaxed gates, `discrete` sliced at the budget. Times are medians over repeated windows, which
+alternate so that all see the same machine.
 """
 
 from __future__ import annotations
