@@ -70,6 +70,8 @@ examples:
       what would be run, and what is finished
   dllp bench table2 --shard 1/2 & dllp bench table2 --shard 2/2; wait
       two processes share the work
+  dllp bench figure3; dllp bench figure4; dllp bench reliability
+      what pruned networks doubt; runs that another bench has finished are taken over
   dllp bench table1 --validation 5000 --epochs 20 --rows dllp-channel-55 --seeds 0
       a choice of hyperparameters: trained on 45,000 images, evaluated on the 5,000 others, in a folder of its own"""
 

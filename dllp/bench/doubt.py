@@ -175,6 +175,6 @@ def draw(path: Path, summary: Mapping[str, Any]) -> None:
             axis.set_xlabel(panel["axis"])
             if several:
                 axis.set_ylabel("share of the largest")
-                axis.legend(frameon=False)
+                axis.legend(frameon=False, fontsize="x-small")
             else:
                 axis.set_ylabel(next(iter(panel["series"])))

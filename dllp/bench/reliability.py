@@ -273,4 +273,4 @@ def draw(path: Path, summary: Mapping[str, Any]) -> None:
                 axis.set_xticks(range(len(QUALITIES)), QUALITIES, rotation=30, ha="right")
                 axis.set_ylabel(label)
                 axis.set_title(contest["title"].partition(" at ")[0])
-            axes[2 * k].legend(frameon=False)
+            axes[2 * k].legend(frameon=False, fontsize="x-small")
