@@ -96,7 +96,7 @@ def _panel(
     name: str, title: str, axis: str, places: Sequence[str], curves: Mapping[str, Mapping[int, Sequence[float]]],
     wanted: str = "", holds: Callable[[Sequence[float]], bool] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Means and deviations of every curve; where an order is wanted, whether its first curve has it."""
+    """Means and deviations of every curve; where an order is wanted, which curves have it, in the mean and by seed."""
     series = {}
     for label, by_seed in curves.items():
         columns = list(zip(*by_seed.values(), strict=True))
@@ -105,9 +105,10 @@ def _panel(
         series[label] = {"mean": mean, "std": spread, "seeds": {str(seed): list(v) for seed, v in by_seed.items()}}
     panel: dict[str, Any] = {"name": name, "title": title, "axis": axis, "places": list(places), "series": series}
     if holds is not None:
-        first = next(iter(series.values()))
-        breaks = [seed for seed, values in first["seeds"].items() if not holds(values)]
-        panel |= {"wanted": wanted, "reached": holds(first["mean"]), "seeds_that_break_it": breaks}
+        panel["wanted"] = wanted
+        for found in series.values():
+            breaks = [seed for seed, values in found["seeds"].items() if not holds(values)]
+            found |= {"reached": holds(found["mean"]), "seeds_that_break_it": breaks}
     return panel
 
 
@@ -153,11 +154,15 @@ def markdown(table: Table, summary: Mapping[str, Any]) -> str:
         text = "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
         parts.append(f"({panel['name']}) {panel['title']}:\n\n{text}")
         if "wanted" in panel:
-            broken = panel["seeds_that_break_it"]
-            seeds = f"; seeds that break it: {', '.join(broken)}" if broken else "; every seed keeps it"
-            verdict = "reached" if panel["reached"] else "missed"
-            parts.append(f"Wanted of the first curve: it {panel['wanted']}. In the mean: {verdict}{seeds}.")
+            parts.append(f"Wanted: {panel['wanted']}.")
+            parts.append("\n".join(f"- {label}: {_verdict(series)}" for label, series in panel["series"].items()))
     return "\n\n".join([*parts, made_by(dict(summary))]) + "\n"
+
+
+def _verdict(series: Mapping[str, Any]) -> str:
+    broken = series["seeds_that_break_it"]
+    seeds = f"seeds that break it: {', '.join(broken)}" if broken else "every seed keeps it"
+    return f"{'reached' if series['reached'] else 'missed'} in the mean; {seeds}"
 
 
 def draw(path: Path, summary: Mapping[str, Any]) -> None:
