@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import dllp
-from dllp import api, zoo
+from dllp import api, devices, zoo
 from dllp.checkpoints import Checkpoints
 from dllp.config import Config
 from dllp.data import ArrayData, Dataset, load
@@ -57,7 +57,7 @@ class Arm:
     """One training, epoch by epoch, with or without checkpoints."""
 
     def __init__(self, data: Dataset, config: Config, network: str, folder: Path | None) -> None:
-        device = api.find_device(config.device)
+        device = devices.find_device(config.device)
         model = zoo.build(network, data.num_classes, data.in_channels, image_size=data.image_size)
         self.batches = api.as_batches(data, config, device)
         example, _ = api.example_of(self.batches)

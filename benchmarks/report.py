@@ -106,7 +106,7 @@ def main() -> None:
         "first_paint_ms": [p["first_paint_ms"] for p in paints],
         "all_plots_ms": [p["all_plots_ms"] for p in paints],
         "runs": RUNS,
-        "environment": dllp.api.environment(torch.device("cpu")),
+        "environment": dllp.devices.environment(torch.device("cpu")),
     }
     artifacts.write_json(out / "summary.json", summary)
     rows = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from dllp.checkpoints import Checkpoints, State
 from dllp.config import Config
 from dllp.data import ArrayData, Batches, Dataset, LoaderBatches, from_pair, validate
 from dllp.data import load as load_data
+from dllp.devices import check_repeatable, environment, find_device
 from dllp.errors import ArtifactError, ConfigError, DataError, NumericsError, StructureError
 from dllp.extract import Slab, extract
 from dllp.gating import ChannelGating, FilterFn, WeightGating
@@ -27,7 +27,6 @@ from dllp.slicing import cut
 from dllp.state import restore, snapshot
 from dllp.structure import Structure, discover
 from dllp.train import EpochRecord, Trainer
-from dllp.version import __version__
 
 OnEpoch = Callable[[EpochRecord], None]
 OnStep = Callable[[Trainer], None]
@@ -181,7 +180,9 @@ def prepare(
     model: nn.Module, data: Data, config: Config, filter_fn: FilterFn | None
 ) -> tuple[Batches | LoaderBatches, Tensor, Structure]:
     """Batches on the device, an example that the network is known to take, and what of it can be pruned."""
-    batches = as_batches(data, config, find_device(config.device))
+    device = find_device(config.device)
+    check_repeatable(device, config.deterministic)
+    batches = as_batches(data, config, device)
     example, targets = example_of(batches)
     structure = discover(model, example, filter_fn=filter_fn)
     check_targets(model, batches, config, example, targets)
@@ -333,19 +334,6 @@ def load(folder: str | Path, model: nn.Module) -> Result:
 # ---- what a run needs before it can start
 
 
-def find_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device = {name!r} is unknown: use auto, cpu or cuda") from None
-    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise ConfigError(f"device = {name!r} is not there: use device='cpu', or 'auto' to take what there is")
-    return device
-
-
 def as_batches(data: Data, config: Config, device: torch.device) -> Batches | LoaderBatches:
     """Whatever the user gave as a source of batches on the device."""
     channels_last = device.type == "cuda"
@@ -415,15 +403,3 @@ def make_gating(
     keep = config.keep_params or config.keep_flops
     gating.select(torch.zeros(gating.units), "params" if config.keep_params else "flops", keep)
     return gating
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """Versions and hardware, for whoever reads a figure later."""
-    accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
-    return {
-        "dllp": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": str(device),
-        "hardware": accelerator,
-    }

@@ -15,6 +15,7 @@ from dllp.bench import command as bench
 from dllp.data import ArrayData
 from dllp.data.corruptions import parse as parse_corruption
 from dllp.data.ood import find as find_outside
+from dllp.devices import find_device
 from dllp.errors import ConfigError, DllpError, Interrupted
 from dllp.sampling import sample_gates
 from dllp.task import DENSE_FILE, SETTINGS, Task, as_trained, described, disk, outputs, subset
@@ -79,7 +80,7 @@ def _evaluate(given: dict[str, Any]) -> None:
     outside = {name: _outside(name, task, test, data.left_out) for name in given.get("ood", ())}
     draws = given.get("gate_draws")
     drawn = None if draws is None else sample_gates(result, test.inputs(slice(0, 2)), draws, seed=result.config.seed)
-    device = api.find_device(given.get("device", "auto"))
+    device = find_device(given.get("device", "auto"))
     found = evaluate.measure(
         result, test, dense, disk=disk(folder, result), corruptions=corruptions, outside=outside,
         references=given.get("references", False), drawn=drawn, device=device,

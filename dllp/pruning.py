@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -15,6 +16,7 @@ from dllp.baselines import find as find_method
 from dllp.baselines import run as baseline
 from dllp.checkpoints import Checkpoints
 from dllp.config import Config
+from dllp.devices import WORKSPACE, WORKSPACES, find_device
 from dllp.errors import ConfigError, Interrupted, NumericsError
 from dllp.posterior import Posterior
 from dllp.runs import RunFolder, Signals
@@ -85,10 +87,12 @@ class _Pruning:
 
     def run(self, task: Task, values: dict[str, Any]) -> None:
         early = task.config(values)  # bad values are told before any data is read
-        device = api.find_device(early.device)
+        device = find_device(early.device)
         with progress.download(self.quiet) as bar:
             data = task.load(early.seed, bar)
         config = task.config(values, data).resolved()
+        if config.deterministic:  # read when cuBLAS starts, which it has not yet
+            os.environ.setdefault(WORKSPACE, WORKSPACES[0])
         model = task.network(config.outputs(data.num_classes), data.in_channels, data.image_size, config.seed)
         task = task.anchored()
         self.text = options.write(asdict(task), config)

@@ -13,6 +13,7 @@ import torch
 from dllp import api, artifacts, evaluate, examples, options, progress, pruning, report, shipping
 from dllp import speed as measuring
 from dllp.data import Dataset
+from dllp.devices import find_device
 from dllp.errors import DataError, DllpError
 from dllp.report import contents, gallery
 from dllp.task import DENSE_FILE, SETTINGS, Task
@@ -120,7 +121,7 @@ def _examples(run: contents.Run, given: dict[str, Any], data: Dataset) -> exampl
         whole = network().eval()
         artifacts.read_network(run.folder / DENSE_FILE, whole)
         dense = api.posterior_of([whole], torch.ones(1), result.config)
-    return examples.collect(result.posterior, data.test, dense, api.find_device("auto"))
+    return examples.collect(result.posterior, data.test, dense, find_device("auto"))
 
 
 def _of(folder: Path, given: dict[str, Any]) -> dict[str, Any]:

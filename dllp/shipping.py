@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dllp import api, artifacts, options, progress, pruning
+from dllp import api, artifacts, devices, options, progress, pruning
 from dllp import export as exporting
 from dllp import speed as measuring
 from dllp.errors import ArtifactError, ConfigError
@@ -72,7 +72,7 @@ def environment() -> dict[str, Any]:
     import onnxruntime
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return api.environment(device) | {
+    return devices.environment(device) | {
         "onnxruntime": onnxruntime.__version__,
         "processor": _processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import dllp
 from dllp import Config, ConfigError, DataError, StructureError
-from dllp.api import find_device
 from dllp.data import ArrayData, load
+from dllp.devices import find_device
 
 
 def network(outputs: int = 3) -> nn.Module:

@@ -15,6 +15,7 @@ import dllp
 from dllp import api
 from dllp.checkpoints import Checkpoints
 from dllp.config import Config
+from dllp.devices import WORKSPACE, WORKSPACES
 from dllp.errors import ArtifactError
 from dllp.state import restore, snapshot
 from dllp.train import Trainer
@@ -114,6 +115,21 @@ def test_a_finished_training_is_read_and_not_run_again(tmp_path: Path) -> None:
     again = dllp.prune(model, data, config(), on_step=steps.append, checkpoints=Checkpoints(tmp_path))
     assert not steps
     assert_equal(again, whole)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("granularity", ["channel", "weight"])
+@pytest.mark.parametrize("step", [2, 9, 20])
+def test_with_deterministic_kernels_a_stopped_run_goes_on_exactly_on_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, granularity: str
+) -> None:
+    """In each phase, warm-up steps in place of captured ones included."""
+    monkeypatch.setenv(WORKSPACE, WORKSPACES[0])
+    model, data = network(), table()
+    settings = config(device="cuda", deterministic=True, epochs=8, granularity=granularity)
+    whole = dllp.prune(model, data, settings)
+    assert_equal(stopped(tmp_path, step, dllp.prune, model, data, settings), whole)
 
 
 # ---- what does not fit

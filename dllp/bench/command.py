@@ -12,12 +12,12 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
-from dllp.api import find_device
 from dllp.bench import run, tables
 from dllp.bench.jobs import Runner
 from dllp.bench.store import Store
 from dllp.data import load
 from dllp.data.download import Progress
+from dllp.devices import find_device
 from dllp.errors import ConfigError
 from dllp.train import EpochRecord, Trainer
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dllp import analysis, metrics, zoo
-from dllp.api import Result, Size, environment, find_device, prune, train_dense
+from dllp.api import Result, Size, prune, train_dense
 from dllp.baselines import find as find_baseline
 from dllp.baselines import run as baseline
 from dllp.baselines.run import FINETUNE_LR
@@ -24,6 +24,7 @@ from dllp.bench.store import OUTSIDE
 from dllp.config import Config
 from dllp.data import ArrayData, Dataset, digits, holdout, ood, stratified
 from dllp.data.corruptions import parse
+from dllp.devices import environment, find_device
 from dllp.posterior import Posterior
 from dllp.selection import select
 from dllp.slicing import cut

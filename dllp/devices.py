@@ -1,0 +1,46 @@
+"""Where a run computes: the device by name, what exact repetition needs there, and its description."""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any
+
+import torch
+
+from dllp.errors import ConfigError
+from dllp.version import __version__
+
+WORKSPACE, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+"""cuBLAS repeats itself exactly with one of these workspaces only, and reads the variable when it starts."""
+
+
+def find_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device = {name!r} is unknown: use auto, cpu or cuda") from None
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise ConfigError(f"device = {name!r} is not there: use device='cpu', or 'auto' to take what there is")
+    return device
+
+
+def check_repeatable(device: torch.device, deterministic: bool) -> None:
+    """Raise where deterministic kernels are asked for and the environment does not allow them."""
+    if deterministic and device.type == "cuda" and os.environ.get(WORKSPACE) not in WORKSPACES:
+        raise ConfigError(f"deterministic on CUDA needs {WORKSPACE}={WORKSPACES[0]}: set it before Python starts")
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions and hardware, for whoever reads a figure later."""
+    accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
+    return {
+        "dllp": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": str(device),
+        "hardware": accelerator,
+    }
