@@ -242,7 +242,7 @@ def _owners(model: nn.Module) -> Counter[str]:
 def channel_scales(
     model: nn.Module, structure: Structure, layout: Layout, device: torch.device, *, norms: bool = True
 ) -> Scales:
-    """RMS of each unit's normalisation scales, or of its filters where no normalisation reads it, or `norms` is False."""
+    """RMS of each unit's normalisation scales; of its filters where none reads it, or `norms` is False."""
     modules = dict(model.named_modules())
     units, coordinates = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
     for group, part in zip(structure.groups, structure.slices, strict=True):
