@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -235,7 +235,7 @@ class Runner:
     def _dllp(self, job: Job, train: ArrayData, config: Config) -> Trained:
         result = prune(self._network(job), train, config, **self.watch)
         seconds = sum(record["seconds"] for record in result.history)
-        detail = {"widths": result.widths, "history": result.history, "noise": result.gates["noise"].tolist()}
+        detail = {"widths": result.widths, "history": short(result.history), "noise": result.gates["noise"].tolist()}
         detail |= {name: result.info[name] for name in ("log_prior", "num_data")}
         return Trained(result.posterior, result.sizes, result.dense, seconds, detail | weights(job, result))
 
@@ -251,7 +251,7 @@ class Runner:
             train=watched,
         )  # fmt: skip
         result = pruned.result
-        detail = {"widths": result.widths, "history": result.history, **weights(job, pruned.before)}
+        detail = {"widths": result.widths, "history": short(result.history), **weights(job, pruned.before)}
         before = pruned.before.posterior if pruned.after else None
         return Trained(result.posterior, result.sizes, result.dense, spent(result), detail, before)
 
@@ -259,7 +259,7 @@ class Runner:
         result = train_dense(self._network(job), train, config, **self.watch)
         seconds = sum(record["seconds"] for record in result.history)
         self.dense_networks[job.digest] = copy.deepcopy(result)
-        detail = {"history": result.history} | weights(job, result)
+        detail = {"history": short(result.history)} | weights(job, result)
         return Trained(result.posterior, result.sizes, result.dense, seconds, detail)
 
     def _trained_dense(self, job: Job, train: ArrayData, config: Config) -> Result:
@@ -276,7 +276,7 @@ class Runner:
         small, size = self._cut(network, structure, torch.cat(ranks), job.keep)
         result = train_dense(small, train, config, **self.watch)
         seconds = sum(record["seconds"] for record in result.history)
-        return Trained(result.posterior, [size], dense_size(structure), seconds, {"history": result.history})
+        return Trained(result.posterior, [size], dense_size(structure), seconds, {"history": short(result.history)})
 
     def _magnitude(self, job: Job, train: ArrayData, config: Config) -> Trained:
         """The dense network's channels with the largest filters, relative to their layer; no fine-tuning."""
@@ -329,6 +329,11 @@ def weights(job: Job, result: Result) -> dict[str, Any]:
 def dense_size(structure: Structure) -> Size:
     """What the whole network costs."""
     return Size(structure.flops.dense, round(structure.params.dense))
+
+
+def short(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records without the counts of gates by module, which would be most of a line."""
+    return [{name: value for name, value in record.items() if name != "gates"} for record in history]
 
 
 def members(posterior: Posterior, data: ArrayData, device: torch.device, chunk: int = 2000) -> Tensor:
