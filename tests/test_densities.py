@@ -21,7 +21,7 @@ from dllp.errors import ArtifactError
 from tests.commands import one_line
 
 DIGITS = load("digits")
-KINDS = (("l1", ""), ("l2", ""), ("dllp", ""), ("dllp", "-beta0.02"))
+KINDS = (("l1", ""), ("l2", ""), ("dllp", ""), ("dllp", "-weaker"))
 
 
 def small(row: Row) -> Row:
@@ -34,7 +34,7 @@ def small(row: Row) -> Row:
 def figures(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("figure2", "figure5"):
         table = tables.TABLES[name]
-        rows = tuple(small(row) for row in table.rows if "80" not in row.name and "beta" not in row.name)
+        rows = tuple(small(row) for row in table.rows if "80" not in row.name and "weaker" not in row.name)
         monkeypatch.setitem(tables.TABLES, name, replace(table, rows=rows, data="digits"))
 
 

@@ -282,14 +282,14 @@ def _reliability() -> Table:
 
 # ---- distribution: Section 3.1.2, Figures 2 and 5
 
-WEAKER = 0.02
-"""A beta at which the prior leaves about as many weights in the slab as the budget keeps: nothing is cut from it."""
+WEAKER = {"80": 0.015, "90": 0.02}
+"""Percent removed -> a beta at which the prior leaves about as many weights in the slab as the budget keeps."""
 
 
 def _distribution_rows() -> list[Row]:
     """VGG-11 whole, and pruned to a fifth and a tenth of its weights, before any fine-tuning; one seed.
 
-    DLLP by the paper's beta, and by a weaker one.
+    DLLP by the paper's beta, and by one with a weaker prior.
     """
     rows = [Row("reference", Job("vgg11_bn", "dense", "weight", changes={"weight_decay": 5e-4}), (0,))]
     for percent in ("80", "90"):
@@ -297,7 +297,7 @@ def _distribution_rows() -> list[Row]:
         for name in ("l1", "l2"):
             job = Job("vgg11_bn", "baseline", "weight", baseline=f"magnitude-{name}", changes=fewer)
             rows.append(Row(f"{name}-{percent}", job, (0,)))
-        for name, beta in (("", {}), (f"-beta{WEAKER}", {"beta": WEAKER})):
+        for name, beta in (("", {}), ("-weaker", {"beta": WEAKER[percent]})):
             job = Job("vgg11_bn", "dllp", "weight", changes=fewer | beta)
             rows.append(Row(f"dllp-{percent}{name}", job, (0,)))
     return [replace(row, keep_probabilities=True) for row in rows]
