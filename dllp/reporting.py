@@ -18,6 +18,9 @@ from dllp.errors import DataError, DllpError
 from dllp.report import contents, gallery
 from dllp.task import DENSE_FILE, SETTINGS, Task
 
+LAYER_BATCH = 16
+"""Examples with which layers are timed, where nobody measured them before."""
+
 
 def write(given: dict[str, Any]) -> None:
     """The page of one run into its folder, or a comparison of several into the current one."""
@@ -100,7 +103,7 @@ def _measured(folder: Path, given: dict[str, Any]) -> contents.Speed:
     result, shape, _ = shipping.open_run(_of(folder, given))
     dense, pruned = measuring.subjects(result, shape, round_to=1)
     rows = measuring.measure_torch([dense, pruned], shape)
-    layers = measuring.torch_layers(dense, pruned, shape) if result.slabs[0].recipe else []
+    layers = measuring.torch_layers(dense, pruned, shape, batch=LAYER_BATCH, runs=3) if result.slabs[0].recipe else []
     return contents.Speed(rows, layers, "a brief look in PyTorch; dllp speed measures more")
 
 

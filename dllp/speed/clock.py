@@ -18,7 +18,7 @@ SAMPLE, FEWEST, MOST = 0.005, 7, 400
 Call = Callable[[], Any]
 
 
-def interleaved(calls: Sequence[Call], seconds: float) -> list[list[tuple[float, float]]]:
+def interleaved(calls: Sequence[Call], seconds: float, fewest: int | None = None) -> list[list[tuple[float, float]]]:
     """Seconds and CPU seconds of one call, many samples of each; they take turns, every other round backwards."""
     repeats = []
     for call in calls:
@@ -30,7 +30,8 @@ def interleaved(calls: Sequence[Call], seconds: float) -> list[list[tuple[float,
     order = list(range(len(calls)))
     gc.collect()
     end = time.perf_counter() + seconds
-    while len(samples[0]) < FEWEST or (time.perf_counter() < end and len(samples[0]) < MOST):
+    least = FEWEST if fewest is None else fewest
+    while len(samples[0]) < least or (time.perf_counter() < end and len(samples[0]) < MOST):
         for i in order:
             start, work = time.perf_counter(), time.process_time()
             for _ in range(repeats[i]):

@@ -73,6 +73,6 @@ def measure_torch(
     disk = {s.name: sum(value.nbytes for value in s.network.state_dict().values()) for s in found}
     rows: list[Row] = []
     for batch in batches:
-        setting: dict[str, Any] = dict(device="cpu", threads=1, batch=batch, seconds=seconds)
+        setting: dict[str, Any] = dict(device="cpu", threads=1, batch=batch, seconds=seconds, fewest=3)
         rows += torch_rows(found, disk, {}, inputs(batch, shape), **setting)
     return compared(rows)

@@ -51,7 +51,7 @@ def quantised(path: Path, shape: tuple[int, ...]) -> Path:
 
 def torch_rows(
     found: Sequence[Subject], disk: Mapping[str, int], memory: Mapping[str, int | None], x: Tensor, *,
-    device: str, threads: int, batch: int, seconds: float,
+    device: str, threads: int, batch: int, seconds: float, fewest: int | None = None,
 ) -> list[Row]:  # fmt: skip
     """Every network in PyTorch, given bytes on disk and peak memory on a CPU by name."""
     cuda = device == "cuda"
@@ -70,7 +70,7 @@ def torch_rows(
         try:
             if cuda:
                 peaks = [_cuda_peak(subject.network, x) for subject in found]
-            samples = interleaved([call(subject.network.to(device)) for subject in found], seconds)
+            samples = interleaved([call(subject.network.to(device)) for subject in found], seconds, fewest)
         finally:
             for subject in found:
                 subject.network.cpu()
