@@ -310,6 +310,23 @@ def test_a_run_of_another_method_by_name(tmp_path: Path, capsys: pytest.CaptureF
     assert not (tmp_path / "none").exists()
 
 
+def test_a_stopped_run_of_another_method_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--method", "magnitude-l1", "--keep-params", "0.3", "--epochs", "2", "--finetune-epochs", "1", "--quiet"]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert main(["prune", *words, "--out", str(whole)]) == 0
+
+    def broken(*args: object, **rest: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "holding", lambda gated: broken)
+        assert main(["prune", *words, "--out", str(stopped)]) == 2
+    assert not (stopped / "run.json").exists()
+    assert main(["prune", "--resume", "--out", str(stopped), "--quiet"]) == 0
+    for name in ("particle-0.safetensors", "reference-0.safetensors", "gates.safetensors"):
+        assert (stopped / name).read_bytes() == (whole / name).read_bytes()
+
+
 def test_methods_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["methods", "--json", str(tmp_path / "list.json")]) == 0
     lines = capsys.readouterr().out.splitlines()

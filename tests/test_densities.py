@@ -102,8 +102,9 @@ def test_a_dip_that_was_not_measured_is_measured_later(tmp_path: Path, monkeypat
         assert densities._row("dllp-90", line, Store(tmp_path))["reached"]["dip_p"] is None
     row = densities._row("dllp-90", line, Store(tmp_path))
     assert row["reached"]["dip_p"] is True and row["shape"]["dip"] < 0.01
-    with pytest.raises(ArtifactError, match="'distribution' is missing"):
-        densities._row("dllp-90", {**line, "distribution": {}}, Store(tmp_path))
+    for damaged in ({}, None, {**line["distribution"], "whole": 3}, {**line["distribution"], "layers": []}):
+        with pytest.raises(ArtifactError, match="'distribution' is damaged"):
+            densities._row("dllp-90", {**line, "distribution": damaged}, Store(tmp_path))
 
 
 # ---- the tables' baseline rows

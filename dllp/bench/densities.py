@@ -43,9 +43,17 @@ def summarise(table: Table, lines: Lines, variant: Variant, store: Store) -> dic
 
 
 def _row(name: str, line: Mapping[str, Any], store: Store) -> dict[str, Any]:
-    found = line.get("distribution")
-    if not isinstance(found, dict) or not {analysis.WHOLE, "layers", "densities", "sample"} <= set(found):
-        raise ArtifactError(f"{store.runs}, digest {line['digest']}: 'distribution' is missing: remove the line")
+    try:
+        return _shown(name, line)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        way = "remove the line, and its job runs again"
+        raise ArtifactError(
+            f"{store.runs}, digest {line['digest']}: 'distribution' is damaged ({error}): {way}"
+        ) from None
+
+
+def _shown(name: str, line: Mapping[str, Any]) -> dict[str, Any]:
+    found = line["distribution"]
     part = SHOWN[name.split("-")[0]]
     shape = dict(found[analysis.WHOLE][part] or {})
     if part == "kept" and shape.get("dip_p") is None and distribution.diptest is not None:

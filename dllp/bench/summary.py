@@ -128,7 +128,7 @@ def summarise_row(row: Row, lines: Lines, dense: Lines, wanted: Sequence[tuple[s
         "acc_std": statistics.stdev(accuracies) if len(accuracies) > 1 else None,
         "before_acc_mean": _mean([100 * line["before"]["accuracy"] for line in lines if "before" in line]),
         "finetune_epochs": job.finetune,
-        "shape": first["distribution"]["whole"]["kept"] if "distribution" in first else None,
+        "shape": _shape(first),
         "drop_mean": None if dense_acc is None else dense_acc - acc,
         "drop_se": _both(_error(_accuracies(lines)), _error(_accuracies(dense))) if job.method != "dense" else None,
         "flops_removed_mean": 100 * statistics.fmean(value for line in lines for value in line["flops_removed"]),
@@ -144,6 +144,13 @@ def summarise_row(row: Row, lines: Lines, dense: Lines, wanted: Sequence[tuple[s
         "train_seconds_mean": statistics.fmean(line["train_seconds"] for line in lines),
         "wanted": [_verdict(name, value, lines, dense) for name, value in wanted],
     }
+
+
+def _shape(line: dict[str, Any]) -> Any:
+    """How the kept weights of the first particle are distributed, layers standardised; None where nobody looked."""
+    found = line.get("distribution")
+    whole = found.get("whole") if isinstance(found, dict) else None
+    return whole.get("kept") if isinstance(whole, dict) else None
 
 
 def _verdict(name: str, wanted: float, lines: Lines, dense: Lines) -> dict[str, Any]:
