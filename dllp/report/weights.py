@@ -63,8 +63,9 @@ def section(run: Run) -> Section | None:
         plots=(
             Plot(
                 "histograms", "Slab and spike of a layer, particle 1",
-                "Densities of the kept weights (slab) and of the removed ones (spike), each of area 1, as they stood "
-                "when the gates were decided; the Gaussian has the slab's mean and σ, the ratio is the mass near zero. "
+                "Densities of the kept weights (slab) at the end of training, and of the removed ones (spike) as they "
+                "stood when the gates were decided, each of area 1. The Gaussian has the slab's mean and σ; the ratio "
+                "is the slab's mass near zero. "
                 "The picture is scaled to the slab; a narrow spike rises beyond it.",
                 next(iter(choices.values())),
                 {"xaxis": axis("weight"), "yaxis": axis("density", rangemode="tozero"), "barmode": "overlay",
