@@ -150,13 +150,27 @@ def test_soft_thresholding_reaches_exact_zeros() -> None:
 def test_soft_pruning_zeroes_the_smallest_filters_of_every_layer() -> None:
     scene = scene_of(small_cnn().double(), normal(2, 1, 8, 8))
     before = {k: p.detach().clone() for k, p in scene.network.named_parameters()}
+    with torch.no_grad():  # norms take part: a filter is what the network applies
+        for i in (1, 2, 3):
+            for name in (f"bn{i}.weight", f"bn{i}.bias"):
+                before[name].copy_(normal(len(before[name]), seed=i).abs() + 0.1)
+                scene.network.get_parameter(name).copy_(before[name])
     SoftFilters().zero(scene)
     for i in (1, 2, 3):
-        now, old = scene.network.get_submodule(f"conv{i}").weight, before[f"conv{i}.weight"]  # type: ignore[assignment]
-        zero = now.flatten(1).norm(dim=1) == 0
-        norms = old.flatten(1).norm(dim=1)
-        assert 0 < int(zero.sum()) < len(zero) and norms[zero].max() < norms[~zero].min()
-        assert torch.equal(now[~zero], old[~zero])
+        gamma, beta = (scene.network.get_parameter(f"bn{i}.{name}").detach() for name in ("weight", "bias"))
+        sizes = before[f"conv{i}.weight"].flatten(1).norm(dim=1) * before[f"bn{i}.weight"]
+        zero = gamma == 0
+        assert 0 < int(zero.sum()) < len(zero) and sizes[zero].max() < sizes[~zero].min()
+        assert torch.equal(beta == 0, zero) and torch.equal(gamma[~zero], before[f"bn{i}.weight"][~zero])
+        assert torch.equal(scene.network.get_parameter(f"conv{i}.weight"), before[f"conv{i}.weight"]), "it may return"
+
+
+def test_soft_pruning_does_not_spoil_training() -> None:
+    config = Config(keep_flops=0.3, epochs=6, batch_size=64, init="fresh")
+    test = DIGITS.test
+    for name in ("sfp", "fpgm"):
+        model = run.prune(METHODS[name], small_cnn(), DIGITS, config).before.reference
+        assert float((model(test.inputs(slice(None))).argmax(1) == test.y).float().mean()) > 0.8
 
 
 def test_the_geometric_median_goes_first() -> None:

@@ -1,7 +1,10 @@
 """Soft filter pruning: after every epoch the smallest filters are set to zero, and may grow back in the next one.
 
 Equation: score = |F_j|_2; after each epoch F_j <- 0 for the share of each layer that the budget wants gone; after the
-last one they are cut. Hyperparameters: the share, here the same for every layer and set by the budget.
+last one they are cut. In front of a batch norm a zero filter has no variance, and the norm would multiply its gradient
+by 1 / sqrt(eps), some 300 times: what returns would come back as the largest filter of all. So F_j is the filter as the
+network applies it, norm included: its size is |gamma_j| |F_j|_2, and gamma_j and the norm's shift are what is zeroed.
+Hyperparameters: the share, here the same for every layer and set by the budget.
 Published: ResNet-56 on CIFAR-10, 0.24 points lost at 51% fewer FLOPs (as quoted by the DLLP paper's Table 1).
 """
 
@@ -13,12 +16,13 @@ import torch
 from torch import Tensor
 
 from dllp.baselines.protocol import Method, Published, Scene
+from dllp.gating import NORMS
 from dllp.train import Trainer
 
 
 @dataclass(frozen=True)
 class SoftFilters(Method):
-    """Units by the l2 norm of their filters; what would go is zeroed after every epoch."""
+    """Units by the l2 norm of their filters as they are applied; what would go is zeroed after every epoch."""
 
     name = "sfp"
     title = "soft filter pruning (SFP)"
@@ -32,9 +36,35 @@ class SoftFilters(Method):
 
     @torch.no_grad()
     def zero(self, scene: Scene) -> None:
-        """Set the filters to zero that a cut would remove now."""
+        """Set to zero what a cut would remove now: the norms' factors and shifts, or filters that no norm reads."""
         closed = ~scene.select(self.scores(scene))
-        scene.particles.rows[:, scene.filters.coordinates[closed]] = 0
+        rows = scene.particles.rows
+        rows[:, scene.gating.scales.coordinates[closed]] = 0
+        for coordinates, unit in shifts(scene):
+            rows[:, coordinates[closed[unit]]] = 0
 
     def scores(self, scene: Scene) -> Tensor:
-        return scene.ranked(scene.filter_matrix().norm(dim=1))
+        return scene.ranked(applied(scene).norm(dim=1))
+
+
+def applied(scene: Scene) -> Tensor:
+    """(U, M): every unit's filters, times the norm's factor where there is one."""
+    scales = scene.gating.scales
+    normed = scales.coordinates[:, 0] != scene.filters.coordinates[:, 0]
+    factor = torch.where(normed, scales.of(scene.particles.rows)[0].abs(), 1)
+    return scene.filter_matrix() * factor[:, None]
+
+
+def shifts(scene: Scene) -> list[tuple[Tensor, Tensor]]:
+    """The shifts of every norm: their coordinates in a row, and the unit (of all) that each belongs to."""
+    layout, device = scene.particles.layout, scene.particles.device
+    modules, places = dict(scene.network.named_modules()), torch.arange(layout.size)
+    found = []
+    for group, here in zip(scene.structure.groups, scene.structure.slices, strict=True):
+        for piece in group.slices:
+            name = f"{piece.module}.bias"
+            if piece.side == "out" and isinstance(modules[piece.module], NORMS) and name in layout.segments:
+                mine = piece.unit >= 0
+                at = layout.segments[name].view(places)[mine]
+                found.append((at.to(device), (piece.unit[mine] + here.start).to(device)))
+    return found
