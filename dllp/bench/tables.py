@@ -283,7 +283,7 @@ def _reliability() -> Table:
 # ---- distribution: Section 3.1.2, Figures 2 and 5
 
 WEAKER = {"80": 0.015, "90": 0.02}
-"""Percent removed -> a beta at which the prior leaves about as many weights in the slab as the budget keeps."""
+"""Percent removed -> a beta with a weaker prior, guessed from runs of a small network (docs/method/distribution)."""
 
 
 def _distribution_rows() -> list[Row]:
