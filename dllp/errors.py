@@ -40,8 +40,11 @@ class ExportError(DllpError):
     """A network cannot be exported: the exporter refuses it, its file is wrong, or an extra is not installed."""
 
 
-class Interrupted(Exception):
-    """A run was asked to stop; it has written a checkpoint. `signal` is the number of the signal that asked."""
+class Interrupted(BaseException):
+    """A run was asked to stop; it has written a checkpoint. `signal` is the number of the signal that asked.
+
+    No `Exception`: a signal that arrives while a network is tried out is not the network's fault.
+    """
 
     def __init__(self, signal: int) -> None:
         super().__init__(f"interrupted by signal {signal}")

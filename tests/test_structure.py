@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from dllp.errors import StructureError
+from dllp.errors import Interrupted, StructureError
 from dllp.selection import select
 from dllp.slicing import cut, recipe
 from dllp.structure import Structure, discover
@@ -280,3 +280,12 @@ def test_select_out_of_reach(structure: Structure) -> None:
         select(structure, torch.zeros(structure.units), cost=structure.flops, keep=0.0001)
     with pytest.raises(StructureError, match="logits"):
         select(structure, torch.zeros(3), cost=structure.flops, keep=0.5)
+
+
+def test_a_signal_while_the_network_is_tried_is_no_fault_of_the_network() -> None:
+    class Stopped(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            raise Interrupted(15)
+
+    with pytest.raises(Interrupted):
+        discover(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), Stopped(8, 3)), torch.randn(2, 4))
