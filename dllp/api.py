@@ -15,7 +15,17 @@ from torch.utils.data import DataLoader
 from dllp import artifacts, health, notebook
 from dllp.checkpoints import Checkpoints, State
 from dllp.config import Config
-from dllp.data import ArrayData, Batches, Dataset, LoaderBatches, from_pair, validate
+from dllp.data import (
+    ArrayData,
+    Batches,
+    Dataset,
+    LoaderBatches,
+    StreamBatches,
+    StreamedData,
+    check_labels,
+    from_pair,
+    validate,
+)  # fmt: skip
 from dllp.data import load as load_data
 from dllp.devices import check_repeatable, environment, find_device
 from dllp.errors import ArtifactError, ConfigError, DataError, NumericsError, StructureError
@@ -32,7 +42,8 @@ OnEpoch = Callable[[EpochRecord], None]
 OnStep = Callable[[Trainer], None]
 ROLLBACKS = 3
 """How often a run may go back to its last checkpoint with half the learning rate."""
-Data = DataLoader[Any] | tuple[Any, Any] | ArrayData | Dataset | str
+Data = DataLoader[Any] | tuple[Any, Any] | ArrayData | StreamedData | Dataset | str
+Source = Batches | LoaderBatches | StreamBatches
 
 
 @dataclass(frozen=True)
@@ -132,7 +143,8 @@ def prune(
 
     Args:
         model: Any network that maps a batch of inputs to a batch of outputs.
-        data: A DataLoader of (inputs, labels), a pair of tensors, a split in memory, or the name of a data set.
+        data: A DataLoader of (inputs, labels), a pair of tensors, a split in memory or on disk, or the name of a data
+            set.
         config: How; `dllp.Config(keep_flops=0.45)` for a budget.
         filter_fn: `filter_fn(module, name)` says what may be touched.
         on_epoch: Called with an :class:`EpochRecord` after each epoch.
@@ -178,7 +190,7 @@ def train_dense(
 
 def prepare(
     model: nn.Module, data: Data, config: Config, filter_fn: FilterFn | None
-) -> tuple[Batches | LoaderBatches, Tensor, Structure]:
+) -> tuple[Source, Tensor, Structure]:
     """Batches on the device, an example that the network is known to take, and what of it can be pruned."""
     device = find_device(config.device)
     check_repeatable(device, config.deterministic)
@@ -191,7 +203,7 @@ def prepare(
 
 def _train(
     build: Callable[[], Trainer],
-    batches: Batches | LoaderBatches,
+    batches: Source,
     checkpoints: Checkpoints | None,
     on_epoch: OnEpoch | None,
     on_step: OnStep | None,
@@ -334,7 +346,7 @@ def load(folder: str | Path, model: nn.Module) -> Result:
 # ---- what a run needs before it can start
 
 
-def as_batches(data: Data, config: Config, device: torch.device) -> Batches | LoaderBatches:
+def as_batches(data: Data, config: Config, device: torch.device) -> Source:
     """Whatever the user gave as a source of batches on the device."""
     channels_last = device.type == "cuda"
     if isinstance(data, DataLoader):
@@ -343,6 +355,8 @@ def as_batches(data: Data, config: Config, device: torch.device) -> Batches | Lo
         data = load_data(data)
     if isinstance(data, Dataset):
         data = data.train
+    if isinstance(data, StreamedData):
+        return StreamBatches(data, config.batch_size, config.seed, device, channels_last)
     if isinstance(data, tuple):
         if len(data) != 2:
             raise DataError(f"data is a tuple of {len(data)}: give (inputs, labels)")
@@ -353,15 +367,13 @@ def as_batches(data: Data, config: Config, device: torch.device) -> Batches | Lo
     return Batches(data, config.batch_size, config.seed, device, channels_last)
 
 
-def example_of(batches: Batches | LoaderBatches) -> tuple[Tensor, Tensor]:
+def example_of(batches: Source) -> tuple[Tensor, Tensor]:
     """Two inputs of the first batch and their targets, on the CPU: what the network is traced with."""
-    x, y = next(iter(batches.epoch(0)))
+    x, y = batches.first() if isinstance(batches, StreamBatches) else next(iter(batches.epoch(0)))
     return x[:2].cpu().contiguous(), y[:2].cpu()
 
 
-def check_targets(
-    model: nn.Module, batches: Batches | LoaderBatches, config: Config, example: Tensor, targets: Tensor
-) -> None:
+def check_targets(model: nn.Module, batches: Source, config: Config, example: Tensor, targets: Tensor) -> None:
     """Targets must fit the task and the network's outputs; discover() has shown that it takes the inputs."""
     task, head = config.task, int(config.noise == "input")
     if targets.is_floating_point() != (task == "regression"):
@@ -388,7 +400,7 @@ def check_targets(
             f"{outputs.shape[1]} outputs for {int(batches.data.y.max()) + 1} classes"
         )
     else:
-        validate(batches.data, outputs.shape[1] - head)
+        check_labels(batches.data.y, outputs.shape[1] - head)
 
 
 def make_gating(

@@ -195,6 +195,22 @@ class Config:
         )
         return cls(**{**preset, **changes})
 
+    @classmethod
+    def short(cls, **changes: Any) -> Config:
+        """5 to 20 epochs from trained weights: a low lr keeps what they know, and gates move early and fast."""
+        preset: dict[str, Any] = dict(
+            epochs=10,
+            init="given",
+            lr=0.02,
+            lr_end=0.0002,
+            warmup=0.5,
+            lr_gates=0.05,
+            open_until=0.02,
+            ramp_until=0.3,
+            discrete_at=0.45,
+        )
+        return cls(**{**preset, **changes})
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values only, ready for JSON or YAML."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}

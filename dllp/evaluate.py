@@ -18,8 +18,6 @@ from dllp.posterior import Posterior, decompose
 
 CLEAN, OUTSIDE = "clean", "ood:"
 DENSE, TOGETHER, REFERENCES, DRAWN = "dense", "all particles", "all references", "drawn gates"
-CHUNK = 4096
-"""Inputs normalised at once: a large test set never lies in memory as floats."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +226,7 @@ def _ask(posterior: Posterior, data: ArrayData, device: torch.device | str) -> t
     """(n, B, C) predictions of every member and (n, B) noise."""
     posterior.to(device)
     try:
-        parts = [posterior.answers(data.inputs(slice(start, start + CHUNK))) for start in range(0, len(data), CHUNK)]
+        parts = [posterior.answers(x) for x in data.parts()]
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:

@@ -14,7 +14,7 @@ from torch import Tensor
 from dllp import artifacts
 from dllp.data import ArrayData
 from dllp.errors import ArtifactError
-from dllp.evaluate import CHUNK, DENSE, TOGETHER
+from dllp.evaluate import DENSE, TOGETHER
 from dllp.posterior import Posterior, decompose
 
 MOST_BYTES = 2**30
@@ -76,7 +76,7 @@ def collect(
 def _members(posterior: Posterior, data: ArrayData, device: torch.device | str) -> Tensor:
     posterior.to(device)
     try:
-        parts = [posterior.members(data.inputs(slice(i, i + CHUNK))) for i in range(0, len(data), CHUNK)]
+        parts = [posterior.members(x) for x in data.parts()]
         return torch.cat(parts, 1)
     finally:
         posterior.to("cpu")

@@ -21,6 +21,7 @@ from dllp.config import Config
 from dllp.errors import ConfigError
 from dllp.task import Task
 from dllp.version import __version__
+from dllp.weights import SUFFIXES
 
 OUT = "runs/last"
 ROUND_TO = 8
@@ -30,7 +31,7 @@ MAIN = ("keep_flops", "keep_params", "granularity", "particles", "epochs", "batc
 SUITED = ("epochs", "batch_size", "init", "task")
 """Fields of Config whose default depends on data and network."""
 TASK = tuple(field.name for field in fields(Task))
-FREE = ("data", "data_root", "model", "device", "leave_out")
+FREE = ("data", "data_root", "model", "weights", "device", "leave_out")
 """Settings whose text may hold anything; all others are words and numbers."""
 SETTINGS_BYTES = 2**16
 
@@ -43,6 +44,9 @@ examples:
   dllp prune --data cifar10 --model resnet56 --keep-flops 0.45 --lr 0.4 --precision bfloat16 --out runs/resnet56
   dllp prune --data photos --model my_package.nets:trained --keep-params 0.3 --epochs 30 --out runs/mine
       images in photos/train/<class>/ and photos/test/<class>/, a trained network from your own function
+  dllp prune --data imagenet --image-size 224 --workers 16 --model resnet50 --init resnet50.safetensors \\
+             --preset short --keep-flops 0.34 --out runs/imagenet
+      a folder of any size, decoded by 16 processes; trained weights, and the schedule of a short run
   dllp prune --config runs/demo/config.yaml --out runs/again
       the same run once more; options beside --config win over the file
   dllp prune --method fpgm --keep-flops 0.45 --finetune-epochs 10 --out runs/fpgm
@@ -51,8 +55,9 @@ examples:
       goes on with a run that was stopped or killed, to the same result
 
 defaults (*): digits has 30 epochs; fewer than 10,000 training examples are taken in batches of 64; floating-point
-targets make a regression; a network by name starts fresh, one of your own as it is given. `--preset paper` brings
-its own epochs, batch size and start. Names may be written with dashes or underscores, here and in files."""
+targets make a regression; a network by name starts fresh, one of your own as it is given, and `--init FILE` starts from
+trained weights. `--preset paper` and `--preset short` bring their own epochs, rates and start. Names may be written
+with dashes or underscores, here and in files."""
 EVALUATE_EXAMPLES = """examples:
   dllp evaluate runs/demo
   dllp evaluate runs/demo --corrupt gaussian-blur:1,2,3 sharpen noise:0.1 --json robustness.json
@@ -124,7 +129,7 @@ def parse(words: Iterable[str]) -> tuple[str, dict[str, Any]]:
     commands.add_subcommand("bench", _bench(), help="measure a table of the paper")
     commands.add_subcommand("methods", _methods(), help="list the methods of pruning, with paper and year")
     try:
-        given = parser.parse_args([_dashed(word) for word in words], defaults=False)
+        given = parser.parse_args(_weights([_dashed(word) for word in words]), defaults=False)
     except argparse.ArgumentError as error:
         raise ConfigError(_plain(str(error))) from None
     return given["command"], vars(given[given["command"]])
@@ -142,7 +147,7 @@ def read(path: Path) -> dict[str, Any]:
     reading.check_settings(values, path, ConfigError)
     named = {name.replace("-", "_"): value for name, value in values.items()}
     for name, value in named.items():
-        if isinstance(value, str) and name not in FREE and not re.fullmatch(r"[\w.+-]{0,64}", value):
+        if isinstance(value, str) and name not in FREE and not re.fullmatch(r"[\w.+%-]{0,64}", value):
             raise ConfigError(f"{path}: {name} = {value[:64]!r} is neither a word nor a number")
     known = (*TASK, *(field.name for field in fields(Config)))
     for name in named:
@@ -229,7 +234,7 @@ def _evaluate() -> ArgumentParser:
     about = "Measure the networks of a run folder, by default on the run's own test data."
     parser = _parser("evaluate DIR", about, EVALUATE_EXAMPLES)
     parser.add_argument("folder", type=str, metavar="DIR", help="Folder of a finished run.")
-    _add_fields(parser, Task, ("data", "model", "data_root", "image_size"), default=None)
+    _add_fields(parser, Task, ("data", "model", "data_root", "image_size", "workers", "max_bad"), default=None)
     _trust(parser)
     text = "gaussian-blur:RADIUS,..., sharpen, noise:SIGMA,... (in units of 0..1)."
     parser.add_argument("--corrupt", type=str, nargs="+", metavar="KIND", help=text)
@@ -370,6 +375,15 @@ def _dashed(word: str) -> str:
     """--keep_flops=0.5 -> --keep-flops=0.5."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
+
+
+def _weights(words: list[str]) -> list[str]:
+    """--init FILE -> --weights FILE."""
+    for i, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == "--init" and (value if equals else " ".join(words[i + 1 : i + 2])).endswith(SUFFIXES):
+            words[i] = "--weights" + equals + value
+    return words
 
 
 # ---- one line for every mistake

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dllp import api, artifacts, boards, evaluate, examples, options, progress
+from dllp import api, artifacts, boards, evaluate, examples, options, progress, weights
 from dllp.baselines import find as find_method
 from dllp.baselines import run as baseline
 from dllp.checkpoints import Checkpoints
@@ -29,6 +29,8 @@ OWN = (
     "tensorboard",
 )  # fmt: skip
 """Options of the command itself: no part of a run's settings."""
+MAY_CHANGE = ("data_root", "workers", "max_bad")
+"""Parts of the task that may differ when a run goes on: they change no batch."""
 BEFORE = "before fine-tuning"
 """The row of another method's network as it was cut."""
 
@@ -63,8 +65,8 @@ def settings(given: dict[str, Any]) -> tuple[Task, dict[str, Any]]:
         values = options.read(path)
         for name, value in chosen.items():
             known = values.get(name)
-            same = Path(str(value)).resolve() == Path(str(known)) if name == "data" else False
-            if name not in (*FREE, "data_root") and value != known and not same:
+            same = Path(str(value)).resolve() == Path(str(known)) if name in ("data", "weights") else False
+            if name not in (*FREE, *MAY_CHANGE) and value != known and not same:
                 raise ConfigError(f"{name} = {value} contradicts the run, which has {known}: leave it out")
             values[name] = known if same else value
         whose = "the run's"
@@ -89,11 +91,14 @@ class _Pruning:
         early = task.config(values)  # bad values are told before any data is read
         device = find_device(early.device)
         with progress.download(self.quiet) as bar:
-            data = task.load(early.seed, bar)
+            data = task.load(early.seed, bar, warn)
         config = task.config(values, data).resolved()
         if config.deterministic:  # read when cuBLAS starts, which it has not yet
             os.environ.setdefault(WORKSPACE, WORKSPACES[0])
         model = task.network(config.outputs(data.num_classes), data.in_channels, data.image_size, config.seed)
+        self.new_head = weights.start(model, Path(task.weights)) if task.weights else []
+        for text in self.new_head:
+            warn(text)
         task = task.anchored()
         self.text = options.write(asdict(task), config)
         if self.folder.resume and device.type == "cuda" and not config.deterministic:
@@ -129,7 +134,7 @@ class _Pruning:
         result = self.train(api.prune, "pruned", model, data, config, shown)
         if not task.dense:
             return result, None
-        if config.init == "given":
+        if config.init == "given" and not self.new_head:
             return result, api.posterior_of([model.cpu().eval()], torch.tensor([torch.nan]), config)
         alone = replace(config, particles=1, keep_flops=None, keep_params=None)
         dense = self.train(api.train_dense, "dense", model, data, alone, shown).posterior

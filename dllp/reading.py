@@ -44,14 +44,38 @@ def cap() -> int:
 
 def open_plain(path: Path, kind: type[DllpError] = ArtifactError) -> BinaryIO:
     """Open a regular file; a pipe or a device, which may never end, is an error."""
+    return os.fdopen(_opened(path, kind)[0], "rb")
+
+
+def _opened(path: Path | str, kind: type[DllpError]) -> tuple[int, int]:
+    """Handle and size of a regular file."""
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except (OSError, ValueError) as error:
         raise kind(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
         os.close(handle)
         raise kind(f"cannot read {path}: it is no regular file")
-    return os.fdopen(handle, "rb")
+    return handle, status.st_size
+
+
+def read_part(path: Path | str, offset: int, size: int | None, limit: int, kind: type[DllpError]) -> bytes:
+    """`size` bytes of a regular file from `offset` on, or all the rest: at most `limit`, and never fewer than asked."""
+    handle, end = _opened(path, kind)
+    try:
+        wanted = end - offset if size is None else size
+        if wanted > limit:
+            raise kind(f"{path}: {wanted} bytes are more than the {limit} that are read")
+        os.lseek(handle, offset, os.SEEK_SET)
+        content = os.read(handle, wanted)
+    except OSError as error:
+        raise kind(f"cannot read {path}: {error.strerror}") from None
+    finally:
+        os.close(handle)
+    if len(content) < wanted:
+        raise kind(f"{path} is cut off: {len(content)} of {wanted} bytes are there")
+    return content
 
 
 def read_bytes(path: Path, limit: int, kind: type[DllpError] = ArtifactError) -> bytes:

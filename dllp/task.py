@@ -19,6 +19,7 @@ from dllp.baselines import find as find_method
 from dllp.config import Config
 from dllp.data import ArrayData, Dataset, stratified
 from dllp.data import load as load_data
+from dllp.data.bad import MAX_BAD, Tell, share
 from dllp.data.download import Progress
 from dllp.data.ood import without
 from dllp.errors import ArtifactError, ConfigError, DataError
@@ -35,13 +36,19 @@ class Task:
     """The part of a run's settings that is not :class:`dllp.Config`.
 
     Args:
-        data: `digits` (embedded), `cifar10`, or a folder: train/<class>/*.png and test/<class>/*.png, or
-            train_x.npy, train_y.npy, test_x.npy and test_y.npy.
+        data: `digits` (embedded), `cifar10`, or a folder: train/<class>/*.jpg and val or test/<class>/*.jpg, of any
+            size; the same as tar shards; or train_x.npy, train_y.npy, test_x.npy and test_y.npy.
         model: A network's name, or package.module:factory, called without arguments.
-        preset: `default`, or the `paper`'s own setting; single options still win.
+        weights: Trained weights to start from, .safetensors or .pt, read without running any code of theirs;
+            `--init FILE` is the same.
+        preset: `default`, the `paper`'s own setting, or `short` for 5 to 20 epochs from trained weights; single
+            options still win.
         data_root: Folder in which `cifar10` is looked for.
-        image_size: Side to which images of class folders are resized.
-        augment: Augmentation of training images; by default crop-flip for colour images.
+        image_size: Side to which images of folders and shards are resized.
+        augment: Augmentation of training images; by default crop-flip for colour images in memory, resized-crop for
+            large folders and shards, which are streamed.
+        workers: Processes that decode streamed images; by default one for each core, up to 16.
+        max_bad: Share of a split's images that may be unreadable; they are named and left out.
         leave_out: Classes by name, separated by commas, that training never shows: see --ood of dllp evaluate.
         validation: Fraction or number of training examples to hold out, and to evaluate on instead of the test set.
         dense: Compare with the dense network: the given one, or one trained by the same recipe where init is fresh.
@@ -51,10 +58,13 @@ class Task:
 
     data: str = "digits"
     model: str = "small_cnn"
-    preset: Literal["default", "paper"] = "default"
+    weights: str | None = None
+    preset: Literal["default", "paper", "short"] = "default"
     data_root: str | None = None
     image_size: int | None = None
-    augment: Literal["none", "crop-flip"] | None = None
+    augment: Literal["none", "crop-flip", "resized-crop"] | None = None
+    workers: int | None = None
+    max_bad: str = MAX_BAD
     leave_out: str = ""
     validation: int | float = 0
     dense: bool = True
@@ -62,6 +72,7 @@ class Task:
     finetune_epochs: int = 0
 
     def __post_init__(self) -> None:
+        share(self.max_bad)
         if self.finetune_epochs and self.method == DLLP:
             raise ConfigError("finetune_epochs is for other methods: dllp trains on within its own epochs")
         if self.method != DLLP:
@@ -77,10 +88,11 @@ class Task:
         """Whether the network comes from an import."""
         return ":" in self.model
 
-    def load(self, seed: int, progress: Progress | None = None) -> Dataset:
+    def load(self, seed: int, progress: Progress | None = None, tell: Tell | None = None) -> Dataset:
         """The data set, with the held-out part in place of the test split where one is asked for."""
-        options: dict[str, Any] = dict(image_size=self.image_size, augment=self.augment, validation=self.validation)
-        data = load_data(self.data, root=self.data_root, seed=seed, progress=progress, **options)
+        names = ("image_size", "augment", "validation", "workers", "max_bad")
+        options: dict[str, Any] = {name: getattr(self, name) for name in names}
+        data = load_data(self.data, root=self.data_root, seed=seed, progress=progress, tell=tell, **options)
         if self.leave_out:
             data = without(data, tuple(name.strip() for name in self.leave_out.split(",")))
         return replace(data, test=data.validation) if self.validation and data.validation is not None else data
@@ -88,7 +100,8 @@ class Task:
     def anchored(self) -> Task:
         """The same, its folders by absolute paths: it can be read from anywhere."""
         found = {name: getattr(self, name) for name in ("data", "data_root")}
-        return replace(self, **{name: str(Path(p).resolve()) for name, p in found.items() if p and Path(p).is_dir()})
+        paths = {name: str(Path(p).resolve()) for name, p in found.items() if p and Path(p).is_dir()}
+        return replace(self, **paths, weights=self.weights and str(Path(self.weights).resolve()))
 
     def config(self, values: Mapping[str, Any], data: Dataset | None = None) -> Config:
         """Defaults, what suits the data, the preset, what the user gave: the later wins."""
@@ -101,15 +114,22 @@ class Task:
                     raise ConfigError(f"method {method.name} has {name} = {wanted}: leave out {name}")
         if data is not None and not data.train.is_classification:
             suited["task"] = "regression"
+        if self.weights:
+            suited["init"] = "given"
+            if values.get("init", "given") != "given":
+                raise ConfigError("weights are given, but init = fresh would throw them away: leave out one of them")
         if self.preset == "paper":
             return Config.paper(**(suited | dict(values)))
-        if not self.is_code:
+        short = self.preset == "short"
+        if not self.is_code and not self.weights:
+            if short:
+                raise ConfigError("preset = short starts from trained weights: give --init FILE, or a network of yours")
             suited["init"] = "fresh"  # a network by name has no weights worth starting from
-        if self.data == "digits":
+        if self.data == "digits" and not short:
             suited["epochs"] = 30
         if data is not None and len(data.train) < SMALL:
             suited["batch_size"] = 64
-        return Config(**(suited | dict(values)))
+        return (Config.short if short else Config)(**(suited | dict(values)))
 
     def network(self, num_classes: int, in_channels: int, image_size: int, seed: int) -> nn.Module:
         """The network, its random weights fixed by the seed."""
@@ -150,8 +170,8 @@ def describe(data: Dataset) -> dict[str, Any]:
         "num_classes": data.num_classes,
         "in_channels": data.in_channels,
         "image_size": data.image_size,
-        "shape": list(data.train.x.shape[1:]),
-        "dtype": str(data.train.x.dtype).removeprefix("torch."),
+        "shape": list(data.train.shape),
+        "dtype": str(data.train.dtype).removeprefix("torch."),
         "classes": list(data.classes),
         "mean": data.train.mean and list(data.train.mean),
         "std": data.train.std and list(data.train.std),

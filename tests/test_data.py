@@ -220,7 +220,7 @@ def test_bad_image_folders(tmp_path):
     save_images(tmp_path / "set", ("train",), ("eel",))
     fails("image_size = 0", image_size=0)
     (tmp_path / "set" / "train" / "dog" / "bad.png").write_bytes(b"no image")
-    fails("cannot read the image .*bad.png")
+    fails("cannot read 1 of 10 images, more than max_bad = 0.1% .*bad.png .it is no image")
     (tmp_path / "set" / "train" / "fox").mkdir()
     fails("fox holds no image")
 

@@ -66,7 +66,7 @@ def test_rows_are_dense_each_particle_and_all_together(run: dllp.Result) -> None
 def test_chunks_do_not_change_the_result(run: dllp.Result, monkeypatch: pytest.MonkeyPatch) -> None:
     data = images()
     whole = evaluate.table(run, data)
-    monkeypatch.setattr(evaluate, "CHUNK", 7)
+    monkeypatch.setattr("dllp.data.arrays.PART", 7)
     for a, b in zip(whole, evaluate.table(run, data), strict=True):
         assert a.metrics == pytest.approx(b.metrics, abs=1e-6)
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from dllp import artifacts, data, options, reading
 from dllp.bench.store import Store
 from dllp.cli import main
-from dllp.data import folder as image_folder
+from dllp.data import images as pictures_of
 from dllp.errors import LONGEST, ArtifactError, ConfigError, DataError, DllpError
 
 
@@ -101,7 +101,7 @@ def test_links_out_of_a_data_folder_are_refused(tmp_path: Path) -> None:
     pictures = images(tmp_path / "images")
     os.rename(pictures / "train" / "a", tmp_path / "a")
     (pictures / "train" / "a").symlink_to(tmp_path / "a")
-    with pytest.raises(DataError, match=r"one\.png is a link that leads out"):
+    with pytest.raises(DataError, match=r"train/a is a link that leads out"):
         data.load(pictures)
 
 
@@ -140,13 +140,13 @@ def test_pillow_gets_only_the_formats_we_name(tmp_path: Path) -> None:
     pictures = images(tmp_path / "images")
     Image.new("RGB", (8, 8)).save(tmp_path / "a.eps")
     (pictures / "train" / "a" / "one.png").write_bytes((tmp_path / "a.eps").read_bytes())
-    with pytest.raises(DataError, match=r"cannot read the image .*one\.png"):
+    with pytest.raises(DataError, match=r"cannot read 1 of 2 images.*one\.png"):
         data.load(pictures)
 
 
 def test_large_images_are_told_by_their_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = images(tmp_path / "images")
-    monkeypatch.setattr(image_folder, "PIXELS", 63)
+    monkeypatch.setattr(pictures_of, "PIXELS", 63)
     with pytest.raises(DataError, match="8x8: more than 63 pixels"):
         data.load(pictures)
     monkeypatch.undo()

@@ -25,6 +25,7 @@ from dllp.config import Config
 from dllp.data import ArrayData, Dataset, digits, holdout, ood, stratified
 from dllp.data.corruptions import parse
 from dllp.devices import environment, find_device
+from dllp.errors import DataError
 from dllp.posterior import Posterior
 from dllp.selection import select
 from dllp.slicing import cut
@@ -213,6 +214,8 @@ class Runner:
     def _split(self, job: Job) -> tuple[ArrayData, dict[str, ArrayData]]:
         """Training data, and every version of the data to evaluate on; a held-out part is the same for every seed."""
         train, test, versions = self.data.train, self.data.test, {CLEAN: self.data.test}
+        if not isinstance(train, ArrayData):
+            raise DataError(f"{self.data.name} is streamed: a bench needs data in memory")
         if job.without:
             train, _ = ood.leave_out(train, self.data.classes, job.without)
             test, left = ood.leave_out(test, self.data.classes, job.without)

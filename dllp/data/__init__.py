@@ -1,25 +1,28 @@
-"""Data sets: by name, from folders, from arrays; in memory, batched on the device."""
+"""Data sets: by name, from folders, from arrays; in memory, batched on the device, or streamed from disk."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from dllp import reading
-from dllp.data import cifar10, digits, folder, npy
+from dllp.data import cifar10, digits, folder, large, npy, shards
 from dllp.data.arrays import ArrayData, Augment, Batches
+from dllp.data.bad import MAX_BAD, Tell
 from dllp.data.checks import check_finite, check_labels, from_pair, validate
 from dllp.data.download import Progress
 from dllp.data.loaders import BatchSource, LoaderBatches
 from dllp.data.split import holdout, stratified
+from dllp.data.stream import IN_MEMORY, StreamBatches, StreamedData
 from dllp.errors import DataError
 
 __all__ = [
-    "ArrayData", "BatchSource", "Batches", "Dataset", "LoaderBatches", "check_finite", "check_labels", "from_pair",
-    "holdout", "load", "names", "stratified", "validate",
+    "ArrayData", "BatchSource", "Batches", "Dataset", "LoaderBatches", "StreamBatches", "StreamedData", "check_finite",
+    "check_labels", "from_pair", "holdout", "load", "names", "stratified", "validate",
 ]  # fmt: skip
 
 
@@ -32,7 +35,7 @@ class Dataset:
     """Training and test split, a validation split where one was asked for, and test inputs of classes left out."""
 
     name: str
-    train: ArrayData
+    train: ArrayData | StreamedData
     test: ArrayData
     classes: tuple[str, ...]
     validation: ArrayData | None = None
@@ -45,12 +48,12 @@ class Dataset:
 
     @property
     def in_channels(self) -> int:
-        return self.train.x.shape[1]
+        return self.train.shape[0]
 
     @property
     def image_size(self) -> int:
         """Shorter side of the images; 1 for tables."""
-        return min(self.train.x.shape[2:], default=1)
+        return min(self.train.shape[1:], default=1)
 
 
 def names() -> tuple[str, ...]:
@@ -66,19 +69,27 @@ def load(
     validation: float | int = 0,
     image_size: int | None = None,
     augment: Augment | None = None,
+    workers: int | None = None,
+    max_bad: str | float = MAX_BAD,
     progress: Progress | None = None,
+    tell: Tell | None = None,
 ) -> Dataset:
     """A data set, checked.
 
     Args:
         name_or_path: `digits` (embedded), `cifar10`, a folder of class folders (train/<class>/*.png and val or
-            test/<class>/*.png), or a folder of train_x.npy, train_y.npy, test_x.npy and test_y.npy.
+            test/<class>/*.png), of tar shards (train-000000.tar, ... and val- or test-000000.tar, ...), or of
+            train_x.npy, train_y.npy, test_x.npy and test_y.npy.
         root: Where `cifar10` is looked for first, before $DLLP_DATA and ~/.cache/dllp.
         seed: Fixes the validation split.
         validation: Number (int) or fraction (float) of training examples to hold out, stratified; 0 holds out none.
-        image_size: Side to which images of class folders are resized.
-        augment: `crop-flip` or `none` for training images; by default crop-flip for colour images.
+        image_size: Side to which images of class folders and shards are resized.
+        augment: `crop-flip` or `none` for training images in memory; by default crop-flip for colour images.
+            `resized-crop`, the default of large folders and of shards, streams the images of any folder.
+        workers: Processes that decode streamed images; by default one for each core, up to 16.
+        max_bad: Share of a split's images that may be unreadable, such as 0.1%: they are left out.
         progress: Called with (bytes so far, bytes in all) during a download, to draw a progress bar.
+        tell: Called with one line for each image that is left out.
     """
     name = str(name_or_path)
     if image_size is not None and not 1 <= image_size <= LARGEST_IMAGE:
@@ -90,9 +101,11 @@ def load(
         train, test = cifar10.arrays(root, progress)
         data = Dataset(name, train, test, cifar10.CLASSES)
     else:
-        data = _from_path(Path(name_or_path).expanduser(), image_size)
+        options = dict(augment=augment, workers=workers, max_bad=max_bad, tell=tell)
+        data = _from_path(Path(name_or_path).expanduser(), image_size, options)
     classes = len(data.classes) or None
-    validate(data.train, classes, f"the training split of {name}")
+    if isinstance(data.train, ArrayData):
+        validate(data.train, classes, f"the training split of {name}")
     if data.test.is_classification:
         check_labels(data.test.y, classes, f"the test split of {name}")
     check_finite(data.test.y, f"targets of the test split of {name}")
@@ -101,21 +114,38 @@ def load(
         data = replace(data, train=replace(data.train, augment=augment))
     if validation:
         train, held = holdout(data.train, validation, seed)
-        data = replace(data, train=train, validation=held)
+        data = replace(data, train=train, validation=held.decoded() if isinstance(held, StreamedData) else held)
     return data
 
 
-def _from_path(path: Path, image_size: int | None) -> Dataset:
+def _from_path(path: Path, image_size: int | None, options: dict[str, Any]) -> Dataset:
     if not path.is_dir():
         raise DataError(f"no data set and no folder is called {path}: give {', '.join(names())} or a folder")
     if npy.present(path):
         for file in npy.FILES:
             reading.contained(path, path / file, DataError)
         return _from_npy(path)
+    if shards.found(path):
+        return _streamed(path, large.in_shards(path), image_size, options)
     if not folder.is_image_folder(path):
-        raise DataError(f"{path} holds neither train/<class>/ folders nor {', '.join(npy.FILES)}: add one of the two")
-    train, test, validation, classes = folder.arrays(path, image_size)
-    return Dataset(str(path), train, test, classes, validation)
+        raise DataError(
+            f"{path} holds neither train/<class>/ folders, nor train-000000.tar, nor {', '.join(npy.FILES)}: "
+            "add one of the three"
+        )
+    found = large.in_classes(path)
+    width, height = (image_size, image_size) if image_size else folder.first_size(found.splits["train"][0])
+    if options["augment"] == "resized-crop" or len(found) * 3 * width * height > IN_MEMORY:
+        return _streamed(path, found, image_size, options)
+    shared = {name: options[name] for name in ("max_bad", "tell")}
+    train, test, validation = folder.arrays(found.splits, image_size, **shared)
+    return Dataset(str(path), train, test, found.classes, validation)
+
+
+def _streamed(path: Path, found: large.Found, image_size: int | None, options: dict[str, Any]) -> Dataset:
+    if image_size is None:
+        raise DataError(f"the {len(found)} images of {path} are streamed: give their image_size, such as 224")
+    train, test, validation = large.stream(found, image_size, **options)
+    return Dataset(str(path), train, test, found.classes, validation)
 
 
 def _from_npy(path: Path) -> Dataset:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor
 from dllp.data import augment
 from dllp.errors import DataError
 
-Augment = Literal["none", "crop-flip"]
+Augment = Literal["none", "crop-flip", "resized-crop"]
 CHUNK_ELEMENTS = 2**25
 """Augmentation works on as many batches at once as stay below this, to save kernel launches."""
+PART = 4096
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class ArrayData:
                 f"mean and std have {len(self.mean)} and {len(self.std or ())} values for "
                 f"{self.x.shape[1]} channels: give one for each"
             )
+        if self.augment == "resized-crop":
+            raise DataError("augment = resized-crop needs a folder of images or shards: choose none or crop-flip")
         if self.augment not in ("none", "crop-flip"):
             raise DataError(f"augment = {self.augment!r} is unknown: choose none or crop-flip")
         if self.augment == "crop-flip" and (self.x.ndim != 4 or min(self.x.shape[2:]) <= augment.PADDING):
@@ -60,7 +64,17 @@ class ArrayData:
     def is_classification(self) -> bool:
         return not self.y.is_floating_point()
 
-    def subset(self, indices: Tensor | Sequence[int]) -> ArrayData:
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one input."""
+        return tuple(self.x.shape[1:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of inputs before they are normalised."""
+        return self.x.dtype
+
+    def subset(self, indices: Tensor | Sequence[int]) -> Self:
         """The examples at `indices`, in that order."""
         index = torch.as_tensor(indices, dtype=torch.int64)
         return replace(self, x=self.x[index.to(self.x.device)], y=self.y[index.to(self.y.device)])
@@ -71,6 +85,12 @@ class ArrayData:
     def inputs(self, index: Tensor | slice) -> Tensor:
         """Normalised float32 inputs without augmentation, as evaluation wants them."""
         return self.normalise(self.x[index])
+
+    def parts(self) -> Iterator[Tensor]:
+        """Normalised inputs of all examples, some at a time: a large split never lies in memory as floats."""
+        size = max(1, min(PART, CHUNK_ELEMENTS // math.prod(self.shape)))
+        for start in range(0, len(self), size):
+            yield self.inputs(slice(start, start + size))
 
     def normalise(self, x: Tensor) -> Tensor:
         """float32 (x - mean) / std; uint8 counts as 0..1."""

@@ -1,8 +1,7 @@
-"""Images in class folders: train/<class>/*.png and val or test/<class>/*.png, decoded into one uint8 array."""
+"""Small folders of images, decoded into one uint8 array in memory."""
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,15 +10,12 @@ import torch
 from PIL import Image
 
 from dllp import reading
+from dllp.data import images
 from dllp.data.arrays import ArrayData, Augment
 from dllp.data.augment import PADDING
+from dllp.data.bad import MAX_BAD, Tally, Tell, Unreadable
+from dllp.data.sources import Sources, of_files
 from dllp.errors import DataError
-
-SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
-FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
-"""By content, whatever a file is called: Pillow would start Ghostscript for PostScript."""
-PIXELS = 2**26
-"""An image with more is refused by its header."""
 
 
 def is_image_folder(folder: Path) -> bool:
@@ -27,43 +23,48 @@ def is_image_folder(folder: Path) -> bool:
 
 
 def arrays(
-    folder: Path, image_size: int | None = None
-) -> tuple[ArrayData, ArrayData, ArrayData | None, tuple[str, ...]]:
-    """(train, test, validation, classes); validation is val/ where both val/ and test/ exist, else None.
+    splits: dict[str, tuple[Sources, torch.Tensor]],
+    image_size: int | None = None,
+    *,
+    max_bad: str | float = MAX_BAD,
+    tell: Tell | None = None,
+) -> tuple[ArrayData, ArrayData, ArrayData | None]:
+    """(train, test, validation); validation is val/ where both val/ and test/ exist, else None.
 
     Every image is taken as RGB. With `image_size` all are resized to that square (bilinear); without it all must
     have one size already. Normalisation is that of the training images.
     """
-    parts = {name: _files(folder / name) for name in ("train", "val", "test") if (folder / name).is_dir()}
-    if len(parts) < 2:
-        raise DataError(f"{folder} has neither val/ nor test/ beside train/: put <class>/*.png folders into one")
-    classes = tuple(parts["train"])
-    if len(classes) < 2:
-        raise DataError(f"{folder / 'train'} holds {len(classes)} class folders: at least two are needed")
-    for name, files in parts.items():
-        extra = sorted(set(files) - set(classes))
-        if extra:
-            raise DataError(f"class {extra[0]!r} of {folder / name} is missing in {folder / 'train'}: add or remove it")
     size = (image_size, image_size) if image_size else None
     loaded: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    for name, files in parts.items():
-        paths = [path for c in files for path in files[c]]
-        pixels, size = _decode(folder, paths, size, resize=image_size is not None)
-        labels = [classes.index(c) for c in files for _ in files[c]]
-        loaded[name] = pixels, torch.tensor(labels)
+    for name, (place, y) in splits.items():
+        tally = Tally(len(place), max_bad, tell)
+        pixels, read, size = _decode(place, size, tally, resize=image_size is not None)
+        loaded[name] = pixels, y[read]
     mean, std = statistics(loaded["train"][0])
     split = {name: ArrayData(x, y, mean, std) for name, (x, y) in loaded.items()}
     train = replace(split["train"], augment=default_augment(split["train"].x))
-    return train, split.get("test", split.get("val", train)), split.get("val") if "test" in split else None, classes
+    return train, split.get("test", split.get("val", train)), split.get("val") if "test" in split else None
 
 
 def flat(folder: Path, size: tuple[int, int]) -> torch.Tensor:
     """(N, 3, H, W) uint8: every image of a folder and of the folders in it, resized to `size` = (H, W)."""
     places = [folder, *sorted(p for p in _listed(folder) if p.is_dir() and not p.name.startswith("."))]
-    paths = [p for place in places for p in sorted(_listed(place)) if p.suffix.lower() in SUFFIXES]
+    paths = [p for place in places for p in sorted(_listed(place)) if p.suffix.lower() in images.SUFFIXES]
     if not paths:
-        raise DataError(f"{folder} holds no image ({', '.join(sorted(SUFFIXES))}): give another folder")
-    return _decode(folder, paths, (size[1], size[0]), resize=True)[0]
+        raise DataError(f"{folder} holds no image ({', '.join(sorted(images.SUFFIXES))}): give another folder")
+    names = [str(reading.contained(folder, path, DataError).relative_to(folder)) for path in paths]
+    return _decode(of_files(folder, names), (size[1], size[0]), Tally(len(paths), 0.0), resize=True)[0]
+
+
+def first_size(sources: Sources) -> tuple[int, int]:
+    """Width and height of the first image that can be read."""
+    reasons = []
+    for i in range(len(sources)):
+        try:
+            return _image(sources, i).size
+        except Unreadable as error:
+            reasons.append(f"{sources.name(i)} ({error})")
+    raise DataError(f"none of {len(sources)} training images can be read: {', '.join(reasons)}")
 
 
 def default_augment(x: torch.Tensor) -> Augment:
@@ -81,19 +82,6 @@ def statistics(x: torch.Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return tuple(mean.tolist()), tuple(std.clamp_min(1e-3).tolist())
 
 
-def _files(folder: Path) -> dict[str, list[Path]]:
-    classes: dict[str, list[Path]] = {}
-    for child in sorted(p for p in _listed(folder) if p.is_dir() and not p.name.startswith(".")):
-        if not child.name.isprintable():
-            raise DataError(f"{child} has a name that is no text: rename it")
-        classes[child.name] = sorted(p for p in _listed(child) if p.suffix.lower() in SUFFIXES)
-        if not classes[child.name]:
-            raise DataError(f"{child} holds no image ({', '.join(sorted(SUFFIXES))}): fill it or remove it")
-    if not classes:
-        raise DataError(f"{folder} holds no class folders: put the images into {folder.name}/<class>/")
-    return classes
-
-
 def _listed(folder: Path) -> list[Path]:
     try:
         return list(folder.iterdir())
@@ -102,42 +90,48 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _decode(
-    root: Path, paths: list[Path], size: tuple[int, int] | None, resize: bool
-) -> tuple[torch.Tensor, tuple[int, int]]:
-    """Every header first: memory is taken when all images are known to fit it."""
-    for path in paths:
-        found = _image(reading.contained(root, path, DataError)).size
+    sources: Sources, size: tuple[int, int] | None, tally: Tally, resize: bool
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
+    """Pixels, which images they are, their size. Every header first: memory is taken when all are known to fit it."""
+    good = []
+    for i in range(len(sources)):
+        try:
+            found = _image(sources, i).size
+        except Unreadable as error:
+            tally.add(sources.name(i), str(error))
+            continue
+        good.append(i)
         size = size or found
         if found != size and not resize:
             raise DataError(
-                f"{path} is {found[0]}x{found[1]} but others are {size[0]}x{size[1]}: "
+                f"{sources.path(i)} is {found[0]}x{found[1]} but others are {size[0]}x{size[1]}: "
                 "give image_size to resize them all"
             )
     width, height = size or (0, 0)
-    if len(paths) * 3 * height * width > reading.cap():
+    if len(good) * 3 * height * width > reading.cap():
         raise DataError(
-            f"{len(paths)} images of {width}x{height} take more than the {reading.cap()} bytes of "
+            f"{len(good)} images of {width}x{height} take more than the {reading.cap()} bytes of "
             f"${reading.CAP_VARIABLE}: give a smaller image_size"
         )
-    pixels = np.empty((len(paths), 3, height, width), np.uint8)
-    for i, path in enumerate(paths):
-        image = _image(path, decode=True)
+    pixels, read = np.empty((len(good), 3, height, width), np.uint8), []
+    for i in good:
+        try:
+            image = _image(sources, i, decode=True)
+        except Unreadable as error:
+            tally.add(sources.name(i), str(error))
+            continue
         if image.size != (width, height):
             image = image.resize((width, height), Image.Resampling.BILINEAR)
-        pixels[i] = np.asarray(image).transpose(2, 0, 1)
-    return torch.from_numpy(pixels), (width, height)
+        pixels[len(read)] = np.asarray(image).transpose(2, 0, 1)
+        read.append(i)
+    return torch.from_numpy(pixels[: len(read)]), torch.tensor(read, dtype=torch.int64), (width, height)
 
 
-def _image(path: Path, decode: bool = False) -> Image.Image:
+def _image(sources: Sources, i: int, decode: bool = False) -> Image.Image:
     """The image as its header describes it, or decoded as RGB."""
     try:
-        with reading.open_plain(path, DataError) as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what Pillow finds odd about a file, and sizes: checked here
-            with Image.open(file, formats=FORMATS) as image:
-                if image.width * image.height > PIXELS:
-                    raise DataError(f"{path} is {image.width}x{image.height}: more than {PIXELS} pixels are not read")
-                return image.convert("RGB") if decode else image
-    except DataError:
-        raise
-    except Exception as error:  # a damaged image can raise almost anything
-        raise DataError(f"cannot read the image {path} ({error}): replace or remove it") from None
+        with reading.open_plain(Path(sources.path(i)), DataError) as file, images.quiet():
+            image = images.opened(file)
+            return images.colour(image) if decode else image
+    except DataError as error:
+        raise Unreadable(str(error)) from None

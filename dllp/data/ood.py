@@ -16,6 +16,7 @@ from torch import Tensor
 from dllp.data import Dataset, load, names
 from dllp.data.arrays import ArrayData, generator
 from dllp.data.folder import flat
+from dllp.data.split import Split
 from dllp.errors import ConfigError, DataError
 
 NOISE, LEFT_OUT = "noise", "left-out"
@@ -91,7 +92,7 @@ def without(data: Dataset, classes: tuple[str, ...]) -> Dataset:
     return replace(data, train=train, test=test, validation=held, classes=stay, left_out=left)
 
 
-def leave_out(data: ArrayData, classes: tuple[str, ...], without: tuple[str, ...]) -> tuple[ArrayData, ArrayData]:
+def leave_out(data: Split, classes: tuple[str, ...], without: tuple[str, ...]) -> tuple[Split, Split]:
     """(what stays, what is left out): examples of all other classes, relabelled 0.., and those of the named ones."""
     unknown = [name for name in without if name not in classes]
     if unknown:
@@ -101,8 +102,8 @@ def leave_out(data: ArrayData, classes: tuple[str, ...], without: tuple[str, ...
     stays = torch.tensor([name not in without for name in classes])
     kept = stays[data.y.cpu()]
     relabel = stays.cumsum(0) - 1
-    inside = data.subset(kept.nonzero().flatten())
+    inside, outside = data.subset(kept.nonzero().flatten()), data.subset((~kept).nonzero().flatten())
     return (
         replace(inside, y=relabel.to(inside.y.device)[inside.y]),
-        unlabelled(data, data.x[(~kept).nonzero().flatten().to(data.x.device)]),
+        replace(outside, y=torch.zeros_like(outside.y), augment="none"),
     )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from dllp.data.arrays import ArrayData, generator
+from dllp.data.stream import StreamedData
 from dllp.errors import DataError
 
+Split = TypeVar("Split", bound=ArrayData | StreamedData)
 
-def holdout(data: ArrayData, size: float | int, seed: int = 0) -> tuple[ArrayData, ArrayData]:
+
+def holdout(data: Split, size: float | int, seed: int = 0) -> tuple[Split, Split]:
     """(training, validation): `size` examples (int) or that fraction (float in (0, 1)), each class in proportion.
 
     The validation part is not augmented.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal, get_args
 
 from torch import Tensor, nn
@@ -113,6 +114,7 @@ class ImageNetResNet(nn.Module):
 
     def __init__(self, blocks: tuple[int, int, int, int], num_classes: int, in_channels: int) -> None:
         super().__init__()
+        self.depths = blocks
         self.conv = nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False)
         self.bn = nn.BatchNorm2d(64)
         self.relu = nn.ReLU()
@@ -133,6 +135,15 @@ class ImageNetResNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks(self.maxpool(self.relu(self.bn(self.conv(x)))))
         return self.classifier(self.flatten(self.pool(x)))
+
+    def usual_name(self, name: str) -> str:
+        """A tensor's name as most files of weights have it (conv1, layer2.0.downsample.0, fc) -> its name here."""
+        match = re.fullmatch(r"layer([1-4])\.(\d{1,3})\.(.*)", name)
+        if match:
+            block = sum(self.depths[: int(match[1]) - 1]) + int(match[2])
+            return f"blocks.{block}.{match[3].replace('downsample', 'shortcut')}"
+        first, dot, rest = name.partition(".")
+        return {"conv1": "conv", "bn1": "bn", "fc": "classifier"}.get(first, first) + dot + rest
 
 
 def resnet20(num_classes: int = 10, in_channels: int = 3, shortcut: Shortcut = "zero-pad") -> CifarResNet:

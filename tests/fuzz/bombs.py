@@ -14,6 +14,7 @@ import resource
 import struct
 import sys
 import tarfile
+import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from dllp import artifacts, data, options
+from dllp import artifacts, data, options, weights
 from dllp.bench.store import Store
 from dllp.data import cifar10_files
 from dllp.errors import DllpError
@@ -127,6 +128,22 @@ def cases(root: Path) -> dict[str, tuple[int, Callable[[], object]]]:
     found["an image of 60,000 x 60,000"] = 0, lambda: data.load(root / "bomb")
     found["images of 192 MB with no data"] = 192 * MB, lambda: data.load(root / "edge", image_size=8)
     (root / "post" / "train" / "a").mkdir(parents=True)
+    for name, size in (("tar", 2**33 - 1), ("pax", 2**32)):  # a hole in place of a label, and of an extended header
+        (root / name).mkdir()
+        info = tarfile.TarInfo("a.cls")
+        info.size, info.type = size, tarfile.REGTYPE if name == "tar" else tarfile.XHDTYPE
+        for part in ("train", "val"):
+            path = root / name / f"{part}-000000.tar"
+            path.write_bytes(info.tobuf(tarfile.GNU_FORMAT))
+            os.truncate(path, 512 + size)
+        found[f"a hole of {size >> 30} GB in a shard"] = 0, lambda name=name: data.load(root / name, image_size=8)
+    packed = io.BytesIO()
+    torch.save({"a": torch.zeros(32 * MB)}, packed)
+    with zipfile.ZipFile(packed) as old, zipfile.ZipFile(root / "packed.pt", "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    del packed
+    found["128 MB of zeros in packed weights"] = 0, lambda: weights.read(root / "packed.pt")
 
     (root / "deep.json").write_bytes(b"[" * 10**7)
     (root / "many.json").write_bytes(b"[" + b"{}," * (10 * MB) + b"{}]")

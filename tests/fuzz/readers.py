@@ -13,6 +13,7 @@ import io
 import json
 import random
 import tarfile
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import dllp
-from dllp import artifacts, checkpoints, data, options, report, speed, state
+from dllp import artifacts, checkpoints, data, options, report, speed, state, weights
 from dllp.api import make_gating
 from dllp.bench import run as bench
 from dllp.bench import tables
@@ -103,7 +104,8 @@ def readers(root: Path) -> list[Reader]:
     torch.manual_seed(0)
     return [
         *run_folders(root / "runs"), *settings(root / "settings"), *arrays(root / "arrays"), *cifar(root / "cifar"),
-        *images(root / "images"), *results(root / "results"), *restarts(root / "checkpoints"),
+        *images(root / "images"), *shards(root / "shards"), *starts(root / "weights"),
+        *results(root / "results"), *restarts(root / "checkpoints"),
         *reports(root / "reports"),
     ]  # fmt: skip
 
@@ -353,6 +355,69 @@ def images(root: Path) -> list[Reader]:
 
         found.append(Reader(f"image .{suffix}", seeds, read, path.name))
     return found
+
+
+def shards(root: Path) -> list[Reader]:
+    """A tar shard; half of the damage is done to its headers."""
+    root.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    buffer = io.BytesIO()
+    Image.fromarray(rng.integers(0, 255, (9, 9, 3), np.uint8)).save(buffer, "JPEG")
+    seeds = []
+    for form in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w", format=form) as tar:
+            for key, label in (("a", b"0"), ("b" * 120, b"1")):
+                for suffix, content in (("jpg", buffer.getvalue()), ("cls", label)):
+                    info = tarfile.TarInfo(f"{key}.{suffix}")
+                    info.size, info.mtime = len(content), 0.5
+                    tar.addfile(info, io.BytesIO(content))
+        seeds.append(packed.getvalue())
+    (root / "val-000000.tar").write_bytes(seeds[0])
+    path = root / "train-000000.tar"
+
+    def read(content: bytes) -> object:
+        path.write_bytes(content)
+        return data.load(root, image_size=8, workers=0)
+
+    def headers(rng: random.Random, content: bytes, other: bytes) -> bytes:
+        """Damage to one header, and a checksum that fits it: else every change would be told by the checksum."""
+        start = 512 * rng.randrange(max(1, len(content) // 512))
+        block = bytearray(mutate(rng, content[start : start + 512], other)[:512].ljust(512, b"\0"))
+        block[148:156] = b" " * 8
+        block[148:156] = b"%06o\0 " % sum(block)
+        return content[:start] + bytes(block) + content[start + 512 :]
+
+    return [Reader("tar shard", seeds, read, str(root), (headers,), share=0.5)]
+
+
+def starts(root: Path) -> list[Reader]:
+    """Weights to start from."""
+    root.mkdir(parents=True)
+    torch.save(network().state_dict(), root / "a.pt")
+    torch.save({"epoch": 1, "state_dict": network().half().state_dict()}, root / "b.pt")
+    artifacts.write_tensors(root / "a.safetensors", network().state_dict())
+
+    def read(path: Path, content: bytes) -> object:
+        path.write_bytes(content)
+        return weights.start(network(), path)
+
+    def pickled(rng: random.Random, content: bytes, other: bytes) -> bytes:
+        """Damage to the pickle alone, in an archive that is whole."""
+        changed = io.BytesIO()
+        with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(changed, "w") as new:
+            for name in old.namelist():
+                part = old.read(name)
+                new.writestr(name, mutate(rng, part, part) if name.endswith(".pkl") else part)
+        return changed.getvalue()
+
+    old = [(root / name).read_bytes() for name in ("a.pt", "b.pt")]
+    new = [(root / "a.safetensors").read_bytes()]
+    return [
+        Reader("weights .pt", old, functools.partial(read, root / "x.pt"), "x.pt", (pickled,), share=0.5),
+        Reader("weights .safetensors", new, functools.partial(read, root / "x.safetensors"), "x.safetensors",
+               (mutate_tensors,), share=0.3),
+    ]  # fmt: skip
 
 
 # ---- results and checkpoints

@@ -33,7 +33,7 @@ from dllp.artifacts import write_json  # noqa: E402
 
 LED = (
     "run (channel)", "particle-0 (weight)", "config.yaml", "train_x.npy", "CIFAR-10 python", "CIFAR-10 binary archive",
-    "image .png", "probabilities", "runs.jsonl", "checkpoint",
+    "image .png", "tar shard", "probabilities", "runs.jsonl", "checkpoint",
 )  # fmt: skip
 """Readers that atheris gets: one of each kind."""
 LIMIT = 20

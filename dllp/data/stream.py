@@ -1,0 +1,276 @@
+"""Splits too large for memory: images are decoded by worker processes, then resized and mirrored on the device."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from dllp.data.arrays import ArrayData, Augment, generator
+from dllp.data.bad import Tally, Unreadable
+from dllp.data.images import DRAWS, part, quiet
+from dllp.data.resize import resize
+from dllp.data.sources import Sources
+from dllp.errors import DataError
+
+MOST_WORKERS = 16
+TRIES = 100
+"""Images in a row that may be bad before training gives up."""
+IN_MEMORY = 2**32
+"""Bytes up to which decoded images are kept in memory."""
+CHUNK = 64
+
+
+@dataclass(frozen=True)
+class StreamedData:
+    """One split whose images stay on disk.
+
+    Args:
+        sources: Where each image lies.
+        y: (N,) int64 classes.
+        image_size: Side of the squares that the images become.
+        tally: What could not be read so far.
+        mean, std: Normalisation of each channel, in units of 0..1.
+        augment: `resized-crop` (a random part of random shape, mirrored half of the time) or `none` (the middle).
+        workers: Processes that decode; 0 decodes in this one. The batches are the same for any number.
+    """
+
+    sources: Sources
+    y: Tensor
+    image_size: int
+    tally: Tally
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.25, 0.25, 0.25)
+    augment: Augment = "resized-crop"
+    workers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.augment not in ("resized-crop", "none"):
+            raise DataError(f"augment = {self.augment!r} is for images in memory: use resized-crop or none")
+        if self.workers is not None and not 0 <= self.workers <= 1024:
+            raise DataError(f"workers = {self.workers}: a number of processes from 0 to 1024 is needed")
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    @property
+    def is_classification(self) -> bool:
+        return True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one input."""
+        return 3, self.image_size, self.image_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of inputs before they are normalised."""
+        return torch.uint8
+
+    def subset(self, indices: Tensor | Sequence[int]) -> Self:
+        """The examples at `indices`, in that order."""
+        index = torch.as_tensor(indices, dtype=torch.int64)
+        return replace(self, sources=self.sources.subset(index.numpy()), y=self.y[index])
+
+    def decoded(self, device: torch.device | str = "cpu") -> ArrayData:
+        """The middle of every image, decoded once and for all; images that cannot be read are left out.
+
+        Beyond :data:`IN_MEMORY` bytes they lie in a temporary file, which the system reads as they are needed.
+        """
+        requests = [Request(np.arange(i, min(i + CHUNK, len(self)))) for i in range(0, len(self), CHUNK)]
+        x, read = _room((len(self), *self.shape)), []
+        filled = 0
+        for pixels, index in pictures(self, requests, device):
+            x[filled : filled + len(index)] = pixels.cpu().numpy()
+            filled += len(index)
+            read.append(index)
+        if not filled:
+            raise DataError("there are no images to decode: at least one is needed")
+        return ArrayData(torch.from_numpy(x[:filled]), self.y[torch.cat(read)], self.mean, self.std)
+
+
+class Request(NamedTuple):
+    """The images of one batch by number (B,), and random numbers (B, DRAWS) for parts of them in place of the middle.
+
+    An image that cannot be read leaves its place empty, or with `fill` to the next one that can.
+    """
+
+    numbers: np.ndarray
+    draws: np.ndarray | None = None
+    fill: bool = False
+
+
+class Reader(Dataset[tuple[Tensor, Tensor, Tensor, Tensor, list[tuple[int, str]]]]):
+    """What a worker process does: (canvas, extent, mirror) as :func:`resize` takes them, (B,) numbers, what was bad."""
+
+    def __init__(self, sources: Sources, image_size: int) -> None:
+        self.sources, self.image_size = sources, image_size
+
+    def __getitem__(self, request: Request) -> tuple[Tensor, Tensor, Tensor, Tensor, list[tuple[int, str]]]:
+        images: list[np.ndarray] = []
+        numbers: list[int] = []
+        bad: list[tuple[int, str]] = []
+        tries = TRIES if request.fill else 1
+        draws = itertools.repeat(None) if request.draws is None else request.draws.tolist()
+        with quiet():
+            for first, draw in zip(request.numbers.tolist(), draws, strict=False):
+                for i in range(first, first + tries):
+                    number = i % len(self.sources)
+                    try:
+                        images.append(part(self.sources.read(number), draw, self.image_size))
+                        numbers.append(number)
+                        break
+                    except Unreadable as error:
+                        bad.append((number, str(error)))
+        extent = torch.tensor([image.shape[:2] for image in images]).view(-1, 2)
+        height, width = extent.amax(0).tolist() if images else (1, 1)
+        canvas = torch.empty((len(images), height, width, 3), dtype=torch.uint8)
+        view = canvas.numpy()
+        for k, image in enumerate(images):
+            view[k, : image.shape[0], : image.shape[1]] = image
+        mirror = torch.zeros(len(images), dtype=torch.bool)
+        if request.draws is not None and len(images) == len(request.draws):
+            mirror = torch.from_numpy(request.draws[:, -1] < 0.5)
+        return canvas, extent, mirror, torch.tensor(numbers, dtype=torch.int64), bad
+
+
+def pictures(
+    data: StreamedData, requests: Iterable[Request], device: torch.device | str
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each request uint8 images (B, 3, S, S) on the device, and which ones they are (B,)."""
+    device = torch.device(device)
+    for *parts, index in read(data, requests, pinned=device.type == "cuda"):
+        canvas, extent, mirror = (part.to(device, non_blocking=True) for part in parts)
+        yield resize(canvas, extent, data.image_size, mirror), index
+
+
+def read(
+    data: StreamedData, requests: Iterable[Request], pinned: bool = False
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """For each request canvas, extent and mirror as :func:`resize` takes them, and which images they are (B,)."""
+    workers = _cores() if data.workers is None else data.workers
+    if isinstance(requests, list):
+        workers = min(workers, len(requests))
+    with quiet():  # more processes than cores are the user's choice
+        loader = DataLoader(
+            Reader(data.sources, data.image_size), sampler=requests, batch_size=None, collate_fn=_as_is,  # type: ignore
+            num_workers=workers, worker_init_fn=_begin_worker, pin_memory=pinned,
+            generator=torch.Generator(),  # else it would draw from the run's own random numbers
+        )  # fmt: skip
+        batches = iter(loader)
+    try:
+        for canvas, extent, mirror, index, bad in batches:
+            for number, reason in bad:
+                data.tally.add(data.sources.name(number), reason)
+            yield canvas, extent, mirror, index
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise DataError(
+            f"a process that decodes images has died ({str(error).splitlines()[0]}): give it more memory, shared "
+            "memory too, or lower workers or batch_size"
+        ) from None
+
+
+class StreamBatches:
+    """Training batches of one :class:`StreamedData`, all of one shape, on one device.
+
+    Order and parts of the images depend only on (seed, epoch, step), so the number of a step is all that a checkpoint
+    must know about the data. What is left of a permutation after the last full batch is dropped.
+    """
+
+    def __init__(
+        self, data: StreamedData, batch_size: int, seed: int, device: torch.device | str = "cpu",
+        channels_last: bool = False,
+    ) -> None:  # fmt: skip
+        if len(data) == 0:
+            raise DataError("the training data is empty: at least one example is needed")
+        self.data, self.seed, self.device = data, seed, torch.device(device)
+        self.num_examples, self.batch_size = len(data), min(batch_size, len(data))
+        self.steps = len(data) // self.batch_size
+        self.layout = torch.channels_last if channels_last else torch.contiguous_format
+        self._shift, self._scale = (
+            torch.tensor(values, device=self.device).view(1, 3, 1, 1)
+            for values in ([255 * m for m in data.mean], [1 / (255 * s) for s in data.std])
+        )
+        self._live: Iterator[tuple[Tensor, Tensor]] | None = None
+        self._place = (-1, 0)  # epoch and step that `_live` gives next
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """(inputs, labels) of every step from `start_step` on; inputs are normalised float32.
+
+        The workers go on into the next epoch: it begins without waiting for them.
+        """
+        if self._live is None or self._place != (epoch, start_step):
+            self._live = pictures(self.data, Order(self, epoch, start_step), self.device)
+        for step in range(start_step, self.steps):
+            pixels, index = next(self._live)
+            if len(index) < self.batch_size:
+                raise DataError(f"{TRIES} images in a row cannot be read: check the folder {self.data.sources.root}")
+            self._place = (epoch, step + 1) if step + 1 < self.steps else (epoch + 1, 0)
+            x = (pixels - self._shift).mul_(self._scale)
+            yield x.contiguous(memory_format=self.layout), self.data.y[index].to(self.device, non_blocking=True)
+
+    def first(self, count: int = 2) -> tuple[Tensor, Tensor]:
+        """A small batch, decoded here and now."""
+        few = StreamBatches(replace(self.data, workers=0), count, self.seed, self.device)
+        return next(few.epoch(0))
+
+
+class Order(Sampler[Request]):
+    """The requests of all epochs from one place on, without end."""
+
+    def __init__(self, batches: StreamBatches, epoch: int, step: int) -> None:
+        self.count, self.size, self.steps, self.seed = (
+            batches.num_examples, batches.batch_size, batches.steps, batches.seed
+        )  # fmt: skip
+        self.crops = batches.data.augment == "resized-crop"
+        self.epoch, self.step = epoch, step
+
+    def __iter__(self) -> Iterator[Request]:
+        step = self.step
+        for epoch in itertools.count(self.epoch):
+            order = torch.randperm(self.count, generator=generator(self.seed, 2, epoch)).numpy()
+            for k in range(step, self.steps):
+                draws = torch.rand(self.size, DRAWS, generator=generator(self.seed, 5, epoch, k)).numpy()
+                yield Request(order[k * self.size : (k + 1) * self.size], draws if self.crops else None, True)
+            step = 0
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+def _begin_worker(number: int) -> None:
+    """A signal is the training process's to answer: after Ctrl-C it still needs the batch that it waits for."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _cores() -> int:
+    """Cores that this process may use, up to a limit."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(own, MOST_WORKERS)
+
+
+def _room(shape: tuple[int, ...]) -> np.ndarray:
+    """An array in memory, or in a temporary file that has no name any more."""
+    total = math.prod(shape)
+    if total <= IN_MEMORY:
+        return np.empty(shape, np.uint8)
+    place = tempfile.gettempdir()
+    if shutil.disk_usage(place).free < total:
+        raise DataError(f"{place} has no room for {total} bytes of decoded images: set $TMPDIR to a larger disk")
+    with tempfile.TemporaryFile(prefix="dllp-") as file:
+        return np.memmap(file, np.uint8, "w+", shape=shape)
