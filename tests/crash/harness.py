@@ -282,7 +282,8 @@ def report(harness: Harness, seconds: float) -> dict[str, Any]:
     bad = ("lost", "differing", "orphans", "unclear ends")
     figures: dict[str, Any] = {name.replace(" ", "_"): harness.count[name] for name in (*kinds, *bad)}
     versions = {"dllp": dllp.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    return {**figures, "seconds": round(seconds), "versions": versions, "command": " ".join(["python -m tests.crash.harness", *sys.argv[1:]])}
+    command = " ".join(["python -m tests.crash.harness", *sys.argv[1:]])
+    return {**figures, "seconds": round(seconds), "versions": versions, "command": command}
 
 
 def run() -> int:
