@@ -13,7 +13,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-slow crash fuzz audit lint format types layers docs bench-step wheel clean
+.PHONY: help setup demo test test-slow test-hosts crash fuzz audit lint format types layers docs bench-step wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ layers: $(STAMP) ## Check that modules import in one direction only
 
 docs: $(STAMP) ## Build the documentation into build/site, warnings as errors; needs no network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+test-hosts: $(STAMP) ## Two hosts joined by a link that is cut in mid-run (needs root and ip)
+	$(BIN)/python -m tests.hosts
 
 crash: $(STAMP) ## Kill runs 300 times, some of the demo, and compare what they end with (results/trust/summary.json)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.crash.harness --kills 300 --demo 2 --summary results/trust/summary.json

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dllp import artifacts, health, notebook
-from dllp.checkpoints import Checkpoints, State
+from dllp.checkpoints import State
 from dllp.config import Config
 from dllp.data import (
     ArrayData,
@@ -31,8 +31,11 @@ from dllp.devices import check_repeatable, environment, find_device
 from dllp.errors import ArtifactError, ConfigError, DataError, NumericsError, StructureError
 from dllp.extract import Slab, extract
 from dllp.gating import ChannelGating, FilterFn, WeightGating
+from dllp.parallel import Place
 from dllp.particles import Particles
 from dllp.posterior import Posterior
+from dllp.ranks import Ranks
+from dllp.sharing import AnyCheckpoints
 from dllp.slicing import cut
 from dllp.state import restore, snapshot
 from dllp.structure import Structure, discover
@@ -137,7 +140,8 @@ def prune(
     on_epoch: OnEpoch | None = None,
     on_step: OnStep | None = None,
     on_start: OnStep | None = None,
-    checkpoints: Checkpoints | None = None,
+    checkpoints: AnyCheckpoints | None = None,
+    ranks: Ranks | None = None,
 ) -> Result:
     """Prune a network by DLLP in one training run; `model` itself is left as it was.
 
@@ -152,19 +156,23 @@ def prune(
         on_start: Called with the :class:`Trainer` before its first step and after a rollback: its history has the
             epochs that a checkpoint brought.
         checkpoints: Where the run writes its checkpoints; it goes on from the newest one that it finds there.
+        ranks: The processes that share the run, from :func:`dllp.ranks.joined`: all call this, with the same
+            arguments, and all get the same result; `config.parallel` says what they share.
     """
-    config = (config or Config()).resolved()
-    batches, example, structure = prepare(model, data, config, filter_fn)
+    config, ranks = (config or Config()).resolved(), ranks or Ranks()
+    batches, example, structure = ranks.together(lambda: prepare(model, data, config, filter_fn, ranks))
     if config.granularity == "channel" and not structure.groups:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(structure.whole.items())[:3])
         raise StructureError(f"the network has no channels that can be pruned ({reasons}): try granularity='weight'")
+    place = _placed(ranks, config, batches)
 
-    def build() -> Trainer:
-        particles = Particles.start(model, config, batches.device)
+    def build(place: Place) -> Trainer:
+        particles = Particles.start(model, config, batches.device, place.own)
         gating = make_gating(model, structure, particles, config, filter_fn)
-        return Trainer(particles, gating, config, num_data=batches.num_examples, steps_per_epoch=batches.steps)
+        sizes = {"num_data": batches.num_examples, "steps_per_epoch": batches.steps}
+        return Trainer(particles, gating, config, **sizes, place=place)
 
-    return collect(_train(build, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
+    return collect(_train(build, place, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
 
 
 def train_dense(
@@ -175,24 +183,29 @@ def train_dense(
     on_epoch: OnEpoch | None = None,
     on_step: OnStep | None = None,
     on_start: OnStep | None = None,
-    checkpoints: Checkpoints | None = None,
+    checkpoints: AnyCheckpoints | None = None,
+    ranks: Ranks | None = None,
 ) -> Result:
     """Train the unpruned network by the same recipe, without gates, prior and Stein term: what to compare with."""
-    config = (config or Config()).resolved()
-    batches, example, structure = prepare(model, data, config, lambda module, name: False)
+    config, ranks = (config or Config()).resolved(), ranks or Ranks()
+    batches, example, structure = ranks.together(
+        lambda: prepare(model, data, config, lambda module, name: False, ranks)
+    )
+    place = _placed(ranks, config, batches)
 
-    def build() -> Trainer:
-        particles = Particles.start(model, config, batches.device)
-        return Trainer(particles, None, config, num_data=batches.num_examples, steps_per_epoch=batches.steps)
+    def build(place: Place) -> Trainer:
+        particles = Particles.start(model, config, batches.device, place.own)
+        sizes = {"num_data": batches.num_examples, "steps_per_epoch": batches.steps}
+        return Trainer(particles, None, config, **sizes, place=place)
 
-    return collect(_train(build, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
+    return collect(_train(build, place, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
 
 
 def prepare(
-    model: nn.Module, data: Data, config: Config, filter_fn: FilterFn | None
+    model: nn.Module, data: Data, config: Config, filter_fn: FilterFn | None, ranks: Ranks | None = None
 ) -> tuple[Source, Tensor, Structure]:
     """Batches on the device, an example that the network is known to take, and what of it can be pruned."""
-    device = find_device(config.device)
+    device = find_device(config.device, None if ranks is None or ranks.alone else ranks.local)
     check_repeatable(device, config.deterministic)
     batches = as_batches(data, config, device)
     example, targets = example_of(batches)
@@ -201,10 +214,18 @@ def prepare(
     return batches, example, structure
 
 
+def _placed(ranks: Ranks, config: Config, batches: Source) -> Place:
+    """What this process owns, once all are known to have the same data."""
+    ranks.same("data on all hosts", f"{batches.num_examples} examples in {batches.steps} batches")
+    ranks.together(lambda: ranks.lines(config.particles, config.parallel))  # told once, before groups are made
+    return ranks.place(config.particles, config.parallel)
+
+
 def _train(
-    build: Callable[[], Trainer],
+    build: Callable[[Place], Trainer],
+    place: Place,
     batches: Source,
-    checkpoints: Checkpoints | None,
+    checkpoints: AnyCheckpoints | None,
     on_epoch: OnEpoch | None,
     on_step: OnStep | None,
     on_start: OnStep | None,
@@ -223,7 +244,7 @@ def _train(
 
     trouble, lr_scale = "", 1.0
     for attempt in range(ROLLBACKS + 1):
-        trainer = build()
+        trainer = build(place)
         if checkpoints is not None and not attempt:
             checkpoints.begin()
         found = checkpoints.latest() if checkpoints is not None else None
@@ -237,7 +258,7 @@ def _train(
             trainer.run(batches, on_epoch=on_epoch, on_step=after_step)
             if checkpoints is not None:
                 checkpoints.flush()
-            return trainer
+            return trainer if place.alone else _whole(build, trainer, batches)
         except NumericsError as error:
             if trainer.config.on_nan == "stop" or "in the data" in str(error) or attempt == ROLLBACKS:
                 raise
@@ -246,6 +267,14 @@ def _train(
             if checkpoints is not None:
                 checkpoints.settle()
     raise AssertionError("the last attempt returns or raises")
+
+
+def _whole(build: Callable[[Place], Trainer], part: Trainer, batches: Source) -> Trainer:
+    """The finished run of several processes as one process holds it."""
+    whole = build(Place(part.config.particles))
+    restore(whole, snapshot(part))
+    whole.run(batches)  # nothing is left to train
+    return whole
 
 
 def healthy_snapshot(trainer: Trainer) -> State:

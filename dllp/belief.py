@@ -13,6 +13,7 @@ from dllp import gates, objective, priors
 from dllp.config import SPIKE_AND_SLAB, Config
 from dllp.errors import DllpError, NumericsError
 from dllp.gating import Budget, ChannelGating, WeightGating
+from dllp.parallel import Place
 
 BINS = 10
 """Equal parts of [0, 1] in which gates are counted."""
@@ -26,12 +27,13 @@ class Belief:
         config: A resolved configuration.
         rows: (n, P) particles, for shape, device and dtype.
         num_data: N, the size of the training set.
+        place: Which of all particles these are.
     """
 
     def __init__(
-        self, gating: ChannelGating | WeightGating | None, config: Config, rows: Tensor, num_data: int
+        self, gating: ChannelGating | WeightGating | None, config: Config, rows: Tensor, num_data: int, place: Place
     ) -> None:
-        self.gating, self.config = gating, config
+        self.gating, self.config, self.place = gating, config, place
         units, modules = (gating.units, len(gating.scales.modules)) if gating else (0, 0)
         n, device = len(rows), rows.device
         self.logits = rows.new_full((n, units), config.gate_logit)
@@ -67,10 +69,10 @@ class Belief:
         return self.logits, self.log_slab, self.log_d
 
     def sample(self, temperature: Tensor) -> Tensor:
-        """(n, U) relaxed gates, with noise from the run's own generator."""
-        shape, device, dtype = self.logits.shape, self.logits.device, self.logits.dtype
+        """(n, U) relaxed gates, with noise from the run's own generator: drawn for all particles by every process."""
+        shape, device, dtype = (self.place.particles, self.logits.shape[1]), self.logits.device, self.logits.dtype
         noise = torch.rand(shape, generator=self.generator, device=device, dtype=dtype)
-        return gates.sample(self.logits, temperature, noise)
+        return gates.sample(self.logits, temperature, self.place.take(noise))
 
     def prior_pulls(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """(n, P) -> the pull of slab and spike on each unit's coordinates, (n, U) each; sets the slab's gradient."""
@@ -164,7 +166,8 @@ class Belief:
         # sums of booleans are whole numbers and deterministic; a histogram on CUDA is not
         parts = [self.gating.scales.module_sums(theta < (k + 1) / BINS).sum(0) for k in range(BINS - 1)]
         total = self.gating.scales.module_sums(torch.ones_like(theta, dtype=torch.bool)).sum(0)
-        return torch.stack([*parts, total]).diff(dim=0, prepend=torch.zeros_like(total)[None]).T.tolist()
+        sums = self.place.rows.add_(torch.stack([*parts, total]))
+        return sums.diff(dim=0, prepend=torch.zeros_like(total)[None]).T.tolist()
 
     def noise(self) -> Tensor:
         """(n,) variance 1/d^2 of the likelihood."""

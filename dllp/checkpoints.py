@@ -65,11 +65,18 @@ class Checkpoints:
         if self.signal is not None:
             self.save(step, take, wait=True)
             raise Interrupted(self.signal)
-        if last:
-            return self.save(step, take, wait=True)
-        late = self.every_seconds and time.monotonic() - self._last_time >= self.every_seconds
-        if epoch_ends or late or (self.every_steps and step - self._last_step >= self.every_steps):
-            self.save(step, take)
+        if last or self.due(step, epoch_ends):
+            self.save(step, take, wait=last)
+
+    @property
+    def busy(self) -> bool:
+        """Whether one is still being written."""
+        return self._pending is not None and not self._pending.done()
+
+    def due(self, step: int, epoch_ends: bool) -> bool:
+        """Whether it is time for one."""
+        late = self.every_seconds > 0 and time.monotonic() - self._last_time >= self.every_seconds
+        return epoch_ends or late or (self.every_steps > 0 and step - self._last_step >= self.every_steps)
 
     def stop(self, signal: int) -> None:
         """Ask the run to end after its present step; safe to call from a signal handler."""
@@ -80,7 +87,7 @@ class Checkpoints:
 
         A failure to write is raised by the next call, or at once with `wait`.
         """
-        if self._pending is not None and not wait and not self._pending.done():
+        if self.busy and not wait:
             return
         self.flush()
         self._last_step, self._last_time = step, time.monotonic()

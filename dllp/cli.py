@@ -17,6 +17,7 @@ from dllp.data.corruptions import parse as parse_corruption
 from dllp.data.ood import find as find_outside
 from dllp.devices import find_device
 from dllp.errors import ConfigError, DllpError, Interrupted
+from dllp.ranks import number
 from dllp.sampling import sample_gates
 from dllp.task import DENSE_FILE, SETTINGS, Task, as_trained, described, disk, outputs, subset
 
@@ -25,7 +26,10 @@ SHIPPING = {"export": shipping.export, "speed": shipping.speed, "report": report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns 0, or 2 for bad input (one line on standard error), or 130 and 143 after a signal."""
+    """Run one command; returns 0, or 2 for bad input (one line on standard error), or 130 and 143 after a signal.
+
+    Of several processes under torchrun the first speaks for all.
+    """
     command = ""
     try:
         command, given = options.parse(sys.argv[1:] if argv is None else argv)
@@ -35,9 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         kept = "finished jobs are kept, the same command goes on" if command == "bench" else "nothing was written"
         return _complain(f"interrupted, {_notes(error) or kept}", 130)
     except Interrupted as error:
-        return _complain(f"interrupted, {_notes(error) or 'nothing was written'}", 128 + error.signal)
+        code = 128 + error.signal
+        return code if number() else _complain(f"interrupted, {_notes(error) or 'nothing was written'}", code)
     except DllpError as error:
-        return _complain("; ".join(filter(None, (f"error: {error}", _notes(error)))))
+        told = error.told or (not command and number() > 0)  # all read the same command line
+        return 2 if told else _complain("; ".join(filter(None, (f"error: {error}", _notes(error)))))
     except torch.OutOfMemoryError:
         return _complain("error: out of memory: lower --batch-size or --particles")
     except MemoryError:

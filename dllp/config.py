@@ -40,6 +40,9 @@ class Config:
         engine: `graph` captures the step as a CUDA graph, `eager` does not,
             `auto` is graph on CUDA and eager elsewhere.
         on_nan: What to do when a number breaks: `stop`, or `rollback` to the last checkpoint with half the lr.
+        parallel: What processes of torchrun share: each `data` batch, the `particles`, or `both`, the particles as far
+            as they divide and each batch beyond. One process alone is the same with any of them.
+        sync_batch_norm: Batch norms see the whole batch where processes share it; otherwise each its own shard.
         deterministic: Ask for deterministic kernels on CUDA (CPU runs always are).
         task: `classification` (cross-entropy) or `regression` (squared error).
         noise: `constant` learns one noise level 1/d^2 for each network, `input` one for each input, 1/d(x)^2: the
@@ -89,6 +92,8 @@ class Config:
     precision: Literal["float32", "bfloat16"] = "float32"
     engine: Literal["auto", "eager", "graph"] = "auto"
     deterministic: bool = False
+    parallel: Literal["data", "particles", "both"] = "data"
+    sync_batch_norm: bool = False
     on_nan: Literal["stop", "rollback"] = "stop"
 
     task: Literal["classification", "regression"] = "classification"

@@ -15,10 +15,12 @@ WORKSPACE, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 """cuBLAS repeats itself exactly with one of these workspaces only, and reads the variable when it starts."""
 
 
-def find_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is one."""
+def find_device(name: str, local: int | None = None) -> torch.device:
+    """`auto` is CUDA where there is one; processes that share a host take the one of their `local` number."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and local is not None:
+        name = f"cuda:{local}"
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -7,7 +7,12 @@ class DllpError(Exception):
     """Base of every error a user of this package can cause.
 
     The message may quote names out of files: it is made one line, without control characters, of limited length.
+
+    Attributes:
+        told: Whether another process of the run tells it to the user.
     """
+
+    told = False
 
     def __init__(self, message: object = "") -> None:
         text = " ".join(str(message).split())
@@ -38,6 +43,10 @@ class NumericsError(DllpError):
 
 class ExportError(DllpError):
     """A network cannot be exported: the exporter refuses it, its file is wrong, or an extra is not installed."""
+
+
+class RankError(DllpError):
+    """A process of a run on several is lost, or does not fit the others."""
 
 
 class Interrupted(BaseException):

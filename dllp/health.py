@@ -12,11 +12,12 @@ if TYPE_CHECKING:
 
 
 def diagnose(trainer: Trainer, x: Tensor, y: Tensor) -> str:
-    """Run a step of an unhealthy trainer once more and name what is not finite; empty where nothing is."""
-    for name, value in (("inputs", x), ("targets", y)):
-        if value.is_floating_point() and not _finite(value):
-            return f"NaN or infinity in the data ({name})"
-    trouble = find(trainer)
+    """Run a step of an unhealthy trainer once more and name what is not finite; empty where nothing is.
+
+    All processes of a run come here together, and return what the first of them finds that finds something.
+    """
+    texts = trainer.place.everyone.texts
+    trouble = next(filter(None, texts(_in_data(x, y) or find(trainer))), "")
     if trouble:
         return trouble
     before = trainer.statistics.clone()
@@ -24,23 +25,35 @@ def diagnose(trainer: Trainer, x: Tensor, y: Tensor) -> str:
     trainer.step(x, y)
     losses = trainer.statistics[0].clone()
     trainer.statistics.copy_(before)
-    for i, row in enumerate(trainer.particles.gradients):
-        if not _finite(losses[i]):
-            return f"NaN or infinity in the loss of particle {i + 1}{_layer(trainer, row)}"
+    return next(filter(None, texts(_in_step(trainer, losses))), "")
+
+
+def _in_data(x: Tensor, y: Tensor) -> str:
+    for name, value in (("inputs", x), ("targets", y)):
+        if value.is_floating_point() and not _finite(value):
+            return f"NaN or infinity in the data ({name})"
+    return ""
+
+
+def _in_step(trainer: Trainer, losses: Tensor) -> str:
+    for number, loss, row in zip(trainer.place.own, losses, trainer.particles.gradients, strict=True):
+        if not _finite(loss):
+            return f"NaN or infinity in the loss of particle {number + 1}{_layer(trainer, row)}"
         if not _finite(row):
-            return f"NaN or infinity in the gradient of particle {i + 1}{_layer(trainer, row)}"
+            return f"NaN or infinity in the gradient of particle {number + 1}{_layer(trainer, row)}"
     return ""
 
 
 def find(trainer: Trainer) -> str:
     """What is not finite in the gates, weights or momentum as they stand; empty where nothing is."""
-    for i, row in enumerate(trainer.belief.logits):
+    own = trainer.place.own
+    for number, row in zip(own, trainer.belief.logits, strict=True):
         if not _finite(row):
-            return f"NaN or infinity in the gate logits of particle {i + 1}{_module(trainer, row)}"
+            return f"NaN or infinity in the gate logits of particle {number + 1}{_module(trainer, row)}"
     for name, values in (("weights", trainer.particles.rows), ("momentum", trainer.momentum)):
-        for i, row in enumerate(values):
+        for number, row in zip(own, values, strict=True):
             if not _finite(row):
-                return f"NaN or infinity in the {name} of particle {i + 1}{_layer(trainer, row)}"
+                return f"NaN or infinity in the {name} of particle {number + 1}{_layer(trainer, row)}"
     return ""
 
 

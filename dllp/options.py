@@ -51,6 +51,8 @@ examples:
       the same run once more; options beside --config win over the file
   dllp prune --method fpgm --keep-flops 0.45 --finetune-epochs 10 --out runs/fpgm
       another method, to the same budget; `dllp methods` lists them
+  torchrun --nproc-per-node 2 -m dllp prune --particles 2 --parallel particles --out runs/two
+      a process for each particle; --parallel data shares batches instead, on any number of devices and hosts
   dllp prune --resume --out runs/demo
       goes on with a run that was stopped or killed, to the same result
 

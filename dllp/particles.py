@@ -125,10 +125,15 @@ class Particles:
         self._aim()
 
     @classmethod
-    def start(cls, model: nn.Module, config: Config, device: torch.device) -> Particles:
-        """n copies of `model`, left as it was: at its own weights with jitter beyond the first, or re-initialised."""
+    def start(
+        cls, model: nn.Module, config: Config, device: torch.device, own: Sequence[int] | None = None
+    ) -> Particles:
+        """n copies of `model`, left as it was: at its own weights with jitter beyond the first, or re-initialised.
+
+        `own` takes some of them only, by their numbers.
+        """
         networks = []
-        for i in range(config.particles):
+        for i in range(config.particles) if own is None else own:
             network = copy.deepcopy(model).train()
             if config.init == "fresh":
                 reinitialise(network, config.seed * 1009 + i)
@@ -192,6 +197,10 @@ class Particles:
         elif into is not None:
             into[i].copy_(self.gradients[i])
         return list(found[len(parameters) :])
+
+    def written(self) -> list[Tensor]:
+        """Where backward writes: the gradient matrix, or the small networks' rows once there are any."""
+        return [part.gradient for part in self.sliced] or [self.gradients]
 
     def collect_gradients(self) -> None:
         """Scatter the small networks' gradients into the full matrix."""

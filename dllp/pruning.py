@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ from dllp.baselines import find as find_method
 from dllp.baselines import run as baseline
 from dllp.checkpoints import Checkpoints
 from dllp.config import Config
+from dllp.data import Dataset
 from dllp.devices import WORKSPACE, WORKSPACES, find_device
-from dllp.errors import ConfigError, Interrupted, NumericsError
+from dllp.errors import ConfigError, Interrupted, NumericsError, RankError
 from dllp.posterior import Posterior
+from dllp.ranks import Ranks, joined, restarts
 from dllp.runs import RunFolder, Signals
+from dllp.sharing import AnyCheckpoints, SharedCheckpoints
 from dllp.state import FREE
 from dllp.task import DENSE_FILE, DLLP, SETTINGS, Task, describe, disk
 from dllp.train import EpochRecord, Trainer
@@ -31,33 +35,92 @@ OWN = (
 """Options of the command itself: no part of a run's settings."""
 MAY_CHANGE = ("data_root", "workers", "max_bad")
 """Parts of the task that may differ when a run goes on: they change no batch."""
+Prepared = tuple[Dataset, Config, torch.nn.Module, list[str]]
 BEFORE = "before fine-tuning"
 """The row of another method's network as it was cut."""
 
 
 def prune(given: dict[str, Any]) -> None:
     """Make a run folder, or finish the one that `--resume` names."""
-    out, resume, overwrite = Path(given.get("out", options.OUT)), given.get("resume", False), given.get("overwrite")
-    if resume and (overwrite or "config" in given):
-        raise ConfigError("--resume goes on with the folder's own run: leave out --overwrite and --config")
+    out = Path(given.get("out", options.OUT))
     names = {"checkpoint_steps": "every_steps", "checkpoint_minutes": "every_minutes"}
     rhythm = {name: given[option] for option, name in names.items() if option in given}
-    if given.get("tensorboard"):
-        boards.require_tensorboard()
-    Checkpoints(out, **rhythm)  # bad values are told before any data is read
-    with Signals() as signals, RunFolder(out, resume=resume, overwrite=bool(overwrite)) as folder:
-        if resume and folder.finished:
+    with joined() as ranks, Signals() as signals, ExitStack() as held:
+        if ranks.rank:
+            return follow(ranks, signals)
+        if restarts() and RunFolder(out).unfinished:  # torchrun starts the same command again
+            given = {name: given[name] for name in given if name not in ("overwrite", "config")} | {"resume": True}
+        resume, overwrite = given.get("resume", False), given.get("overwrite", False)
+
+        def take() -> tuple[RunFolder, tuple[Task, dict[str, Any]] | None]:
+            if resume and (overwrite or "config" in given):
+                raise ConfigError("--resume goes on with the folder's own run: leave out --overwrite and --config")
+            if given.get("tensorboard"):
+                boards.require_tensorboard()
+            Checkpoints(out, **rhythm)  # bad values are told before any data is read
+            folder = held.enter_context(RunFolder(out, resume=resume, overwrite=overwrite))
+            return folder, None if resume and folder.finished else settings(given, ranks)
+
+        folder, found = ranks.together(take)
+        ranks.hear(found and {"task": asdict(found[0]), "values": found[1]})
+        if found is None:
             if not given.get("quiet"):
                 print(f"{out} holds a finished run: there is nothing to do")
             return
-        task, values = settings(given)
+        task, values = found
         if task.is_code:
             folder.command += f" --model {task.model}"
         board = given.get("tensorboard", False)
-        _Pruning(folder, signals, rhythm, given.get("quiet", False), board).run(task, values)
+        _Pruning(ranks, folder, signals, rhythm, given.get("quiet", False), board).run(task, values)
 
 
-def settings(given: dict[str, Any]) -> tuple[Task, dict[str, Any]]:
+def follow(ranks: Ranks, signals: Signals) -> None:
+    """What every process does but the first: the same trainings by its settings; nothing is written or shown."""
+    ranks.together(lambda: None)
+    found = ranks.hear(None)
+    if found is None:
+        return
+    task = Task(**found["task"])
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in found["values"].items()}
+    data, config, model, new_head = prepared(ranks, task, values, quiet=True)
+    for verb, recipe in ((api.prune, config), (api.train_dense, dense_recipe(task, config, new_head))):
+        if recipe is not None:
+            signals.training = SharedCheckpoints(ranks, None)
+            try:
+                verb(model, data, recipe, checkpoints=signals.training, ranks=ranks)
+            except RankError:
+                signals.ignore()
+                raise
+            finally:
+                signals.training = None
+
+
+def prepared(ranks: Ranks, task: Task, values: dict[str, Any], quiet: bool) -> Prepared:
+    """Data, configuration, network and what of it is new to given weights, on every process or on none."""
+
+    def work() -> Prepared:
+        early = task.config(values)  # bad values are told before any data is read
+        find_device(early.device)
+        with progress.download(quiet) as bar:
+            data = task.load(early.seed, bar, warn if ranks.rank == 0 else lambda text: None)
+        config = task.config(values, data).resolved()
+        if config.deterministic:  # read when cuBLAS starts, which it has not yet
+            os.environ.setdefault(WORKSPACE, WORKSPACES[0])
+        model = task.network(config.outputs(data.num_classes), data.in_channels, data.image_size, config.seed)
+        new_head = weights.start(model, Path(task.weights)) if task.weights else []
+        return data, config, model, new_head
+
+    return ranks.together(work)
+
+
+def dense_recipe(task: Task, config: Config, new_head: list[str]) -> Config | None:
+    """How the dense network is trained that a run is compared with; None where there is none, or it is given."""
+    if not task.dense or (config.init == "given" and not new_head):
+        return None
+    return replace(config, particles=1, keep_flops=None, keep_params=None)
+
+
+def settings(given: dict[str, Any], ranks: Ranks) -> tuple[Task, dict[str, Any]]:
     """The task and the values of Config that the user gave, here, in a settings file, or when the run began."""
     chosen = {name: value for name, value in given.items() if name not in OWN}
     if given.get("resume"):
@@ -75,6 +138,8 @@ def settings(given: dict[str, Any]) -> tuple[Task, dict[str, Any]]:
         whose = "the settings file's"
     task = Task(**{name: values.pop(name) for name in options.TASK if name in values})
     check_import(task, given, whose)
+    if task.method != DLLP and not ranks.alone:
+        raise ConfigError(f"method {task.method} trains in one process: start it without torchrun")
     return task, values
 
 
@@ -82,23 +147,16 @@ class _Pruning:
     """One run of the command, from validated options to the table at the end."""
 
     def __init__(
-        self, folder: RunFolder, signals: Signals, rhythm: dict[str, Any], quiet: bool, tensorboard: bool
+        self, ranks: Ranks, folder: RunFolder, signals: Signals, rhythm: dict[str, Any], quiet: bool, tensorboard: bool
     ) -> None:
-        self.folder, self.signals, self.rhythm, self.quiet = folder, signals, rhythm, quiet
+        self.ranks, self.folder, self.signals, self.rhythm, self.quiet = ranks, folder, signals, rhythm, quiet
         self.tensorboard = tensorboard
 
     def run(self, task: Task, values: dict[str, Any]) -> None:
-        early = task.config(values)  # bad values are told before any data is read
-        device = find_device(early.device)
-        with progress.download(self.quiet) as bar:
-            data = task.load(early.seed, bar, warn)
-        config = task.config(values, data).resolved()
-        if config.deterministic:  # read when cuBLAS starts, which it has not yet
-            os.environ.setdefault(WORKSPACE, WORKSPACES[0])
-        model = task.network(config.outputs(data.num_classes), data.in_channels, data.image_size, config.seed)
-        self.new_head = weights.start(model, Path(task.weights)) if task.weights else []
+        data, config, model, self.new_head = prepared(self.ranks, task, values, self.quiet)
         for text in self.new_head:
             warn(text)
+        device = find_device(config.device)
         task = task.anchored()
         self.text = options.write(asdict(task), config)
         if self.folder.resume and device.type == "cuda" and not config.deterministic:
@@ -134,9 +192,9 @@ class _Pruning:
         result = self.train(api.prune, "pruned", model, data, config, shown)
         if not task.dense:
             return result, None
-        if config.init == "given" and not self.new_head:
+        alone = dense_recipe(task, config, self.new_head)
+        if alone is None:
             return result, api.posterior_of([model.cpu().eval()], torch.tensor([torch.nan]), config)
-        alone = replace(config, particles=1, keep_flops=None, keep_params=None)
         dense = self.train(api.train_dense, "dense", model, data, alone, shown).posterior
         result.info["dense_noise"] = float(dense.noise[0])
         return result, dense
@@ -162,7 +220,9 @@ class _Pruning:
     ) -> api.Result:  # fmt: skip
         """One training with its checkpoints and its part of the log."""
         board = boards.Board(self.folder.folder, name) if self.tensorboard else None
-        held = Checkpoints(self.folder.checkpoints / name, on_begin=lambda: self.folder.begin(self.text), **self.rhythm)
+        place = self.folder.checkpoints / name
+        own = Checkpoints(place, on_begin=lambda: self.folder.begin(self.text), **self.rhythm)
+        held: AnyCheckpoints = own if self.ranks.alone else SharedCheckpoints(self.ranks, own)
 
         def on_start(trainer: Trainer) -> None:
             self.signals.training = held
@@ -183,12 +243,17 @@ class _Pruning:
                 board.epoch(record)
 
         shown.begin(name, config.epochs, config.keep_params or config.keep_flops)
-        hooks = {"on_start": on_start, "on_epoch": on_epoch, "on_step": shown.step}
+        hooks: dict[str, Any] = {"on_start": on_start, "on_epoch": on_epoch, "on_step": shown.step}
         try:
+            if not self.ranks.alone:
+                hooks["ranks"] = self.ranks
             result = verb(model, data, config, checkpoints=held, **hooks)
         except NumericsError:
             again, out = f"go on with {self.folder.command} --on-nan rollback", self.folder.folder
             self.folder.advice = again if config.on_nan == "stop" else f"its checkpoints are kept in {out}"
+            raise
+        except RankError:
+            self.signals.ignore()
             raise
         finally:
             self.signals.training = None

@@ -24,8 +24,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from dllp import artifacts, boards, reading
-from dllp.checkpoints import Checkpoints
 from dllp.errors import ArtifactError, Interrupted
+from dllp.sharing import AnyCheckpoints
 from dllp.task import DENSE_FILE, SETTINGS
 from dllp.train import EpochRecord
 
@@ -222,7 +222,7 @@ class Signals(AbstractContextManager["Signals"]):
     """
 
     def __init__(self) -> None:
-        self.training: Checkpoints | None = None
+        self.training: AnyCheckpoints | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -235,6 +235,12 @@ class Signals(AbstractContextManager["Signals"]):
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def ignore(self) -> None:
+        """The run ends by itself: a launcher that ends what is left of it must not cut its last words short."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
+        self._before = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         for each in self._before:

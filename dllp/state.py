@@ -9,18 +9,22 @@ from dataclasses import asdict
 from typing import Any, get_type_hints
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
 from dllp.errors import ArtifactError
 from dllp.train import EpochRecord, Trainer
 
-FREE = ("device", "engine", "on_nan")
+FREE = ("device", "engine", "on_nan", "parallel")
 """Fields of Config that a run may change when it goes on."""
 State = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def snapshot(trainer: Trainer) -> State:
-    """Copies on the CPU of all that changes during a run: weights, beliefs, optimisers, random states, position."""
+    """Copies on the CPU of all that changes during a run: weights, beliefs, optimisers, random states, position.
+
+    The same whatever processes hold the particles; all of them take it together.
+    """
     tensors = {name: value.detach().cpu().clone() for name, value in _tensors(trainer)}
     if trainer.belief.keep is not None:
         tensors["keep"] = trainer.belief.keep.cpu().to(torch.uint8)
@@ -31,6 +35,8 @@ def snapshot(trainer: Trainer) -> State:
     tensors["random/cpu"] = torch.get_rng_state()
     if trainer.particles.device.type == "cuda":
         tensors["random/cuda"] = torch.cuda.get_rng_state(trainer.particles.device)
+    if trainer.place.rows.size > 1:
+        tensors = _joined([load(part) for part in trainer.place.rows.payloads(save(tensors))])
     values = {
         "fingerprint": fingerprint(trainer),
         "step": trainer.step_index,
@@ -43,7 +49,7 @@ def snapshot(trainer: Trainer) -> State:
 
 def restore(trainer: Trainer, state: State) -> None:
     """Put a freshly built trainer where the snapshot was taken; what does not fit is an error before anything moves."""
-    tensors, values = dict(state[0]), state[1]
+    tensors, values, take = dict(state[0]), state[1], trainer.place.take
     if values.get("fingerprint") != fingerprint(trainer):
         raise ArtifactError("the checkpoint belongs to another run: configuration, network and data must be the same")
     try:
@@ -51,13 +57,13 @@ def restore(trainer: Trainer, state: State) -> None:
         keep = tensors.pop("keep", None)
         _fill(trainer, tensors)  # the small networks are cut from full ones that hold the checkpoint's weights
         if keep is not None and trainer.gating is not None:
-            trainer.apply_decisions(trainer.gating, keep.to(trainer.particles.device, torch.bool))
+            trainer.apply_decisions(trainer.gating, take(keep).to(trainer.particles.device, torch.bool))
             _fill(trainer, tensors)
         for k, value in enumerate(trainer.belief.learned):
             moments = {key: tensors[f"adam/{k}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq")
                        if f"adam/{k}/{key}" in tensors}  # fmt: skip
             if moments:
-                on_device = {key: m.to(value.device) for key, m in moments.items() if key != "step"}
+                on_device = {key: take(m).to(value.device) for key, m in moments.items() if key != "step"}
                 step = moments["step"].to(value.device if value.is_cuda else "cpu")
                 trainer.belief.adam.state[value] = {"step": step, **on_device}
         trainer.belief.generator.set_state(tensors["random/gates"])
@@ -86,11 +92,13 @@ def _check(trainer: Trainer, tensors: dict[str, Tensor], values: dict[str, Any])
                 entries = [count for part in entries for count in (part if isinstance(part, list) else [part])]
             if not all(entry is None or isinstance(entry, (int, float, str)) for entry in entries):
                 raise ValueError(f"{name} in its history is of the wrong kind")
-    shapes = {"keep": (torch.uint8, trainer.belief.logits.shape)}
+    n = trainer.place.particles
+    shapes = {"keep": (torch.uint8, torch.Size([n, trainer.belief.logits.shape[1]]))}
     states = {"random/gates": trainer.belief.generator.get_state(), "random/cpu": torch.get_rng_state()}
     shapes |= {name: (known.dtype, known.shape) for name, known in states.items()}
     for k, value in enumerate(trainer.belief.learned):
-        shapes |= {f"adam/{k}/{key}": (value.dtype, value.shape) for key in ("exp_avg", "exp_avg_sq")}
+        of_all = value.dtype, torch.Size([n, *value.shape[1:]])
+        shapes |= {f"adam/{k}/{key}": of_all for key in ("exp_avg", "exp_avg_sq")}
         shapes[f"adam/{k}/step"] = (torch.float32, torch.Size([]))
     for name, wanted in shapes.items():
         if name in tensors and (tensors[name].dtype, tensors[name].shape) != wanted:
@@ -101,7 +109,8 @@ def fingerprint(trainer: Trainer) -> str:
     """Names what must be equal for a checkpoint to fit: configuration, shapes, size of the data."""
     config = {k: v for k, v in trainer.config.as_dict().items() if k not in FREE}
     shapes = [(name, list(s.shape)) for name, s in trainer.particles.layout.segments.items()]
-    parts = [config, shapes, trainer.num_data, trainer.steps_per_epoch, list(trainer.belief.logits.shape)]
+    parts = [config, shapes, trainer.num_data, trainer.steps_per_epoch]
+    parts.append([trainer.place.particles, trainer.belief.logits.shape[1]])
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -110,16 +119,36 @@ def _tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     yield from (("rows", particles.rows), ("momentum", trainer.momentum), ("statistics", trainer.statistics))
     yield from (("logits", belief.logits), ("log_slab", belief.log_slab), ("log_d", belief.log_d))
     yield from (("multiplier", belief.multiplier), ("gap", belief.gap))
-    for i, network in enumerate(particles.networks):
+    for i, network in zip(trainer.place.own, particles.networks, strict=True):
         yield from ((f"full/{i}/{name}", buffer) for name, buffer in network.named_buffers())
-    for i, part in enumerate(particles.sliced):
+    for i, part in zip(trainer.place.own, particles.sliced, strict=False):
         yield from ((f"small/{i}/{name}", buffer) for name, buffer in part.network.named_buffers())
+
+
+def _axis(name: str) -> int | None:
+    """Along which axis a tensor lists the particles; None for what belongs to one of them, or to none."""
+    if name.startswith(("full/", "small/", "random/")) or name.endswith("/step"):
+        return None
+    return 1 if name == "statistics" else 0
+
+
+def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of processes that hold different particles, in their order."""
+    whole: dict[str, Tensor] = {}
+    for part in reversed(parts):  # random states are the first's
+        whole |= part
+    for name in parts[0]:
+        axis = _axis(name)
+        if axis is not None:
+            whole[name] = torch.cat([part[name] for part in parts], axis)
+    return whole
 
 
 @torch.no_grad()
 def _fill(trainer: Trainer, tensors: dict[str, Tensor]) -> None:
     for name, target in _tensors(trainer):
-        value = tensors[name]
+        value, axis = tensors[name], _axis(name)
+        value = value if axis is None or value.dim() <= axis else trainer.place.take(value, axis)
         if value.shape != target.shape or value.dtype != target.dtype:
             raise ValueError(f"{name} is {tuple(value.shape)} {value.dtype}, not {tuple(target.shape)} {target.dtype}")
         target.copy_(value)

@@ -166,13 +166,19 @@ def pair_weights(
     return attraction, attraction * (2 / num_data) / h
 
 
-def combine(x: Tensor, s: Tensor, attraction: Tensor, repulsion: Tensor, index: Tensor | None) -> Tensor:
+def combine(
+    x: Tensor, s: Tensor, attraction: Tensor, repulsion: Tensor, index: Tensor | None, own: range | None = None
+) -> Tensor:
     """(n, P), (n, P), (pairs, B), (pairs, B) -> (n, P): the direction, accumulated pair by pair; elementwise only.
 
     `index` (P,) gives the block of every column, None where the weights are one for all or one for each column.
+    With `own` only the rows in that range are computed and returned.
     """
+    own = range(len(x)) if own is None else own
     phi = list((s / len(x)).unbind(0))
     for pair, (i, j) in enumerate(_pairs(len(x))):
+        if i not in own and j not in own:
+            continue
         k, w = attraction[pair], repulsion[pair]
         if index is not None:
             k, w = k.index_select(0, index), w.index_select(0, index)
@@ -181,7 +187,7 @@ def combine(x: Tensor, s: Tensor, attraction: Tensor, repulsion: Tensor, index: 
         push = (x[i] - x[j]) * w
         phi[i] = phi[i] + k * s[j] + push
         phi[j] = phi[j] + k * s[i] - push
-    return torch.stack(phi)
+    return torch.stack(phi[own.start : own.stop])
 
 
 @torch.no_grad()

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dllp import fusion, objective, priors, schedule, stein
+from dllp import fusion, objective, parallel, priors, schedule, sharednorm, stein
 from dllp.belief import Belief
 from dllp.config import Config
 from dllp.gating import ChannelGating, WeightGating
+from dllp.parallel import Mirror, Place
 from dllp.particles import Particles
 from dllp.slicing import Fold
-from dllp.update import update_rows
+from dllp.update import score_of, update_rows
 
 Phase = Literal["open", "soft", "discrete"]
 T = TypeVar("T")
@@ -34,16 +35,19 @@ class Step:
         config: A resolved configuration.
         num_data: N, the size of the training set.
         total_steps: Fixes what progress in [0, 1] means.
+        place: Which of all particles these are, and which part of a batch they see; by default everything.
     """
 
     def __init__(
         self, particles: Particles, gating: ChannelGating | WeightGating | None, config: Config, *,
-        num_data: int, total_steps: int,
+        num_data: int, total_steps: int, place: Place | None = None,
     ) -> None:  # fmt: skip
         self.particles, self.gating, self.config, self.num_data = particles, gating, config, num_data
         self.total_steps, self.step_index, self.lr_scale = total_steps, 0, 1.0
         rows, device = particles.rows, particles.device
-        self.belief = Belief(gating, config, rows, num_data)
+        self.place, self.share = place or Place(len(particles)), 1.0  # the batch's part that this process sees
+        self.mirror: Mirror | None = None  # of other processes' particles, once the gates are discrete
+        self.belief = Belief(gating, config, rows, num_data, self.place)
         self.lane = 8 if device.type == "cuda" else 1  # widths that tensor cores like
         self.fused = device.type == "cuda" and config.engine != "eager" and fusion.available()
         self.computing: list[nn.Module] = []  # what forward runs: the active networks, their norms fused where possible
@@ -84,7 +88,10 @@ class Step:
             self.discretise(self.gating)
         if not self.computing:
             active = self.particles.active
-            self.computing = fusion.fuse(active, x[:16]) if self.fused else active
+            if c.sync_batch_norm and self.place.shards.size > 1:
+                self.computing = sharednorm.share(active, self.place.shards)
+            else:
+                self.computing = fusion.fuse(active, x[:16]) if self.fused else active
         self.set_knobs()
 
     def set_knobs(self) -> None:
@@ -145,7 +152,8 @@ class Step:
         with torch.no_grad():
             if self.penalty is not None:
                 self.particles.gradients.add_(self.penalty(self.particles.rows))
-            self.healthy &= torch.isfinite(self.particles.gradients.sum() + through.sum() + self.belief.d_noise.sum())
+            total = self.particles.gradients.sum() + through.sum() + self.belief.d_noise.sum()
+            self.healthy &= torch.isfinite(self.place.rows.add_(total))  # NaN and infinity survive every sum
             if self.gating is not None and self.belief.keep is None:
                 self._step_with_prior(self.gating.scales.coordinates, z, through)
             else:
@@ -192,7 +200,7 @@ class Step:
         """Fill the gradient matrix, and `scores` with the likelihood's own; returns the gates' gradients (n, U)."""
         c = self.config
         leaves = [row.detach().requires_grad_(self.phase == "soft") for row in z]
-        together = c.task == "classification" and len(leaves) > 1 and c.mean_weight > 0
+        together = c.task == "classification" and self.place.particles > 1 and c.mean_weight > 0
         ready = self._each(lambda i: self._forward(i, x, leaves[i])) if together else []
         mean = self._mean(ready) if together else None
 
@@ -207,7 +215,7 @@ class Step:
                 total = (1 - c.mean_weight) * loss + c.mean_weight * objective.twin_loss(output, mean)
             if log_d is not None:
                 total = total + c.beta * objective.head_loss(rest, log_d)
-            found = self.particles.differentiate(i, total, *leaf)
+            found = self.particles.differentiate(i, self._part(total), *leaf)
             through = found[0] if found and found[0] is not None else torch.zeros_like(leaves[i])
             # a likelihood that is the task loss has beta times its gradient: one backward serves both (Section 3)
             through = through * (1 + c.beta) if extra is None else through - c.beta * extra
@@ -217,17 +225,35 @@ class Step:
             return loss.detach(), hits, noise, through
 
         losses, hits, noises, through = (torch.stack(values) for values in zip(*self._each(work), strict=True))
+        if self.place.shards.size > 1:
+            losses, hits, noises, through = self._over_shards(losses, hits, noises, through)
         self.statistics[0] += losses
         self.statistics[1] += hits
         self.belief.d_noise.copy_(noises).mul_(-c.beta)
         return through
+
+    def _part(self, mean: Tensor) -> Tensor:
+        """A mean over this process's shard as its part of the mean over the batch."""
+        return mean if self.share == 1 else mean * self.share
+
+    def _over_shards(self, losses: Tensor, hits: Tensor, noises: Tensor, through: Tensor) -> list[Tensor]:
+        """Add up what all shards of the batch found: the gradients in place, and one message for all that is small."""
+        shards, dtype = self.place.shards, self.particles.rows.dtype
+        for gradient in (*self.particles.written(), *([self.scores] if self.gaussian else [])):
+            shards.add_(gradient)
+        small = [self._part(value).to(dtype) for value in (losses, hits, noises)]
+        if self.phase == "soft":
+            return parallel.merged([*small, through], shards)
+        return [*parallel.merged(small, shards), through]
 
     def _divided(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Outputs as predictions (B, C) and, where the noise depends on the input, log d(x) (B,)."""
         return objective.split_noise(outputs) if self.config.noise == "input" else (outputs, None)
 
     def _mean(self, outputs: list[Tensor]) -> Tensor:
-        return mean_prediction([self._divided(output)[0] for output in outputs])
+        """(B, C): mean prediction of all particles, other processes' among them."""
+        mean, rows = mean_prediction([self._divided(output)[0] for output in outputs]), self.place.rows
+        return mean if rows.size == 1 else rows.add_(mean / rows.size)
 
     def _likelihood_scores(self, i: int, rest: Tensor, log_d: Tensor | None, leaf: list[Tensor]) -> Tensor:
         """Gradients of equation 9 by a vector-Jacobian product of their own: parameters' into `scores`, gates' (U,)."""
@@ -235,7 +261,7 @@ class Step:
             value = objective.gaussian_log_likelihood(rest, self.belief.log_d[i])
         else:
             value = objective.input_log_likelihood(rest, log_d)
-        found = self.particles.differentiate(i, value, *leaf, into=self.scores, retain_graph=True)
+        found = self.particles.differentiate(i, self._part(value), *leaf, into=self.scores, retain_graph=True)
         return found[0] if found and found[0] is not None else torch.zeros_like(self.belief.logits[i])
 
     def _step_with_prior(self, at: Tensor, z: Tensor, through: Tensor) -> None:
@@ -246,22 +272,39 @@ class Step:
         if self.phase == "soft":
             self.belief.gate_gradient(z, through, self.knobs[1], self.knobs[2])
         self._advance()
-        pull = self.knobs[0] * (c.beta / (len(rows) * (1 - c.momentum))) * spike[..., None] * self.learnable[at]
+        share = c.beta / (self.place.particles * (1 - c.momentum))
+        pull = self.knobs[0] * share * spike[..., None] * self.learnable[at]
         rows[:, at] = priors.proximal_spike(rows[:, at], pull)
 
     def _advance(self) -> None:
         """Equations 14 and 15: kernel weights of every block, then one fused update."""
-        c, rows = self.config, self.particles.rows
-        weights: tuple[Tensor, Tensor] | tuple[()] = ()
-        if len(rows) > 1 and self.gating is not None:
-            weights = stein.pair_weights(rows, num_data=self.num_data, bandwidth=c.bandwidth, blocks=self.blocks)
-        index = self.blocks.index if isinstance(self.blocks, stein.BlockIndex) else None
+        c, rows, gradients = self.config, self.particles.rows, self.particles.gradients
+        scores = self.scores if self.gaussian else None
         prior = self.prior_scores if self.gating is not None and self.belief.keep is None else None
+        index = self.blocks.index if isinstance(self.blocks, stein.BlockIndex) else None
+        weights: tuple[Tensor, Tensor] | tuple[()] = ()
+        if self.gating is not None and self.place.rows.size > 1:
+            scores, prior = self._direction(score_of(gradients, scores, prior, self.moving), index), None
+        elif self.gating is not None and len(rows) > 1:
+            weights = self._pair_weights(rows)
         self.update(
-            rows, self.particles.gradients, self.momentum, self.scores if self.gaussian else None, prior,
-            weights, index, self.decay, self.moving, self.knobs[0], self.healthy,
-            0.0 if self.gating is None else c.beta, c.momentum,
+            rows, gradients, self.momentum, scores, prior, weights, index, self.decay, self.moving, self.knobs[0],
+            self.healthy, 0.0 if self.gating is None else c.beta, c.momentum,
         )  # fmt: skip
+
+    def _pair_weights(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        c = self.config
+        return stein.pair_weights(rows, num_data=self.num_data, bandwidth=c.bandwidth, blocks=self.blocks)
+
+    def _direction(self, scores: Tensor, index: Tensor | None) -> Tensor:
+        """Equation 14 for this process's rows, from everyone's rows and scores: one message."""
+        rows, axis = self.particles.rows, self.place.rows
+        if self.belief.keep is None:
+            rows, scores = axis.join(torch.cat([rows, scores], dim=1)).chunk(2, dim=1)
+        else:
+            self.mirror = self.mirror or Mirror(axis, rows, self.moving)
+            rows, scores = self.mirror(rows, scores)
+        return stein.combine(rows, scores, *self._pair_weights(rows), index, self.place.own)
 
 
 def mean_prediction(outputs: list[Tensor]) -> Tensor:

@@ -17,6 +17,7 @@ from dllp.config import Config
 from dllp.engine import Capture
 from dllp.errors import NumericsError
 from dllp.gating import ChannelGating, WeightGating
+from dllp.parallel import Place
 from dllp.particles import Particles
 from dllp.step import Phase, Step
 
@@ -63,9 +64,10 @@ class Trainer(Step):
 
     def __init__(
         self, particles: Particles, gating: ChannelGating | WeightGating | None, config: Config, *,
-        num_data: int, steps_per_epoch: int,
+        num_data: int, steps_per_epoch: int, place: Place | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(particles, gating, config, num_data=num_data, total_steps=steps_per_epoch * config.epochs)
+        total = steps_per_epoch * config.epochs
+        super().__init__(particles, gating, config, num_data=num_data, total_steps=total, place=place)
         self.steps_per_epoch = steps_per_epoch
         self.trouble = ""  # what made the run go back to where it starts now
         self.history: list[EpochRecord] = []
@@ -74,7 +76,7 @@ class Trainer(Step):
         cuda = particles.device.type == "cuda"
         self.recent: deque[tuple[int, Tensor, Tensor]] = deque(maxlen=HEALTH_CHECK if cuda else 1)
         self.capture = Capture(
-            self.step, self.belief.generator, enabled=config.engine != "eager" and cuda,
+            self.step, self.belief.generator, enabled=config.engine != "eager" and cuda and self.place.alone,
             deterministic=config.deterministic,
         )  # fmt: skip
 
@@ -108,15 +110,18 @@ class Trainer(Step):
         device = self.particles.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(self.config.seed)
-            if "random/cpu" in self.random_states:
+            if not self.place.alone:  # dropout must not be the same everywhere
+                torch.manual_seed(hash((self.config.seed, self.place.everyone.index, self.step_index)))
+            elif "random/cpu" in self.random_states:
                 torch.set_rng_state(self.random_states["random/cpu"])
-            if "random/cuda" in self.random_states and device.type == "cuda":
+            if "random/cuda" in self.random_states and device.type == "cuda" and self.place.alone:
                 torch.cuda.set_rng_state(self.random_states["random/cuda"], device)
             yield
 
     def _epoch(self, epoch: int, batches: Batches, on_step: Callable[[Trainer], None] | None) -> None:
         began = time.perf_counter()
-        for x, y in batches.epoch(epoch, self.step_index % self.steps_per_epoch):
+        for whole in batches.epoch(epoch, self.step_index % self.steps_per_epoch):
+            x, y, self.share = self.place.shard(*whole)
             self.prepare(x)
             self.capture(x, y, key=self.phase)
             self.recent.append((self.step_index, x, y))
@@ -146,10 +151,12 @@ class Trainer(Step):
 
     def broken(self, trouble: str, step: int) -> NumericsError:
         """The error that names what broke, when, and the way out."""
-        return NumericsError(
+        error = NumericsError(
             f"{trouble} at step {step} (epoch {(step - 1) // self.steps_per_epoch + 1}): lower lr "
             f"(now {self.config.lr * self.lr_scale:g}), or use on_nan = rollback"
         )
+        error.told = not self.place.first
+        return error
 
     def apply_decisions(self, gating: ChannelGating | WeightGating, keep: Tensor) -> None:
         """As in a step; captured graphs belong to the networks as they were."""
@@ -157,7 +164,9 @@ class Trainer(Step):
         self.capture.reset()
 
     def _record(self, epoch: int, began: float) -> EpochRecord:
-        loss, hits = (self.statistics / self.steps_per_epoch).tolist()  # waits for the device: now the time is true
+        join = self.place.rows.join
+        means = join(self.statistics.T / self.steps_per_epoch)
+        loss, hits = means.T.tolist()  # waits for the device: now the time is true
         seconds = time.perf_counter() - began
         self.statistics.zero_()
         return EpochRecord(
@@ -168,10 +177,10 @@ class Trainer(Step):
             lr=self.lr,
             temperature=self.tau,
             budget=self.ramp,
-            cost=self.belief.cost().tolist(),
-            multiplier=self.belief.multiplier.tolist(),
-            undecided=self.belief.undecided().tolist(),
-            noise=self.belief.noise().tolist(),
+            cost=join(self.belief.cost()).tolist(),
+            multiplier=join(self.belief.multiplier).tolist(),
+            undecided=join(self.belief.undecided()).tolist(),
+            noise=join(self.belief.noise()).tolist(),
             seconds=seconds,
             engine=self.capture.state,
             gates=self.belief.counts(),

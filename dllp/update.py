@@ -8,6 +8,12 @@ from torch import Tensor
 from dllp import stein
 
 
+def score_of(gradients: Tensor, scores: Tensor | None, prior_scores: Tensor | None, moving: Tensor) -> Tensor:
+    """(n, P): gradient of the mean log-posterior; the arguments are those of :func:`update_rows`."""
+    score = -gradients if scores is None else scores * moving
+    return score if prior_scores is None else score + prior_scores
+
+
 def update_rows(
     rows: Tensor, gradients: Tensor, momentum: Tensor, scores: Tensor | None, prior_scores: Tensor | None,
     weights: tuple[Tensor, Tensor] | tuple[()], index: Tensor | None, decay: Tensor, moving: Tensor, lr: Tensor,
@@ -25,9 +31,7 @@ def update_rows(
         moving: (n, P), 0 where a weight stands still.
         healthy: () bool; False changes nothing, so that a broken number cannot spread.
     """
-    score = -gradients if scores is None else scores * moving
-    if prior_scores is not None:
-        score = score + prior_scores
+    score = score_of(gradients, scores, prior_scores, moving)
     phi = stein.combine(rows, score, *weights, index) if weights else score
     step = (gradients - beta * phi + decay * rows) * moving
     velocity = inertia * momentum + step
