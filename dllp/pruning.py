@@ -102,7 +102,7 @@ def prepared(ranks: Ranks, task: Task, values: dict[str, Any], quiet: bool) -> P
         early = task.config(values)  # bad values are told before any data is read
         find_device(early.device)
         with progress.download(quiet) as bar:
-            data = task.load(early.seed, bar, warn if ranks.rank == 0 else lambda text: None)
+            data = task.load(early.seed, bar, warn if ranks.rank == 0 else None)
         config = task.config(values, data).resolved()
         if config.deterministic:  # read when cuBLAS starts, which it has not yet
             os.environ.setdefault(WORKSPACE, WORKSPACES[0])
