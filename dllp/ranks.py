@@ -38,6 +38,7 @@ class Ranks:
     def __init__(self, world: Axis | None = None, local: int = 0) -> None:
         self.world, self.local = world or Axis(), local
         self.steps = self.world  # the same, with little patience, once training starts
+        self._made = [self.world]
 
     @property
     def rank(self) -> int:
@@ -104,7 +105,15 @@ class Ranks:
             for k, name in enumerate(("particles", "data"))
         )
         self.steps = Axis(self._line([list(range(world))]), self.rank, world)
+        self._made += [rows, shards, self.steps]
         return Place(particles, rows, shards, self.steps)
+
+    def part(self) -> None:
+        """Let go of every connection: what an error on its way still holds would end the process when it ends."""
+        for axis in self._made:
+            axis.group = None
+        with suppress(RuntimeError):
+            dist.destroy_process_group()
 
     def _line(self, lines: list[list[int]]) -> dist.ProcessGroup:
         """The group of those lines that this process stands in; every process makes all of them."""
@@ -133,26 +142,32 @@ def joined() -> Iterator[Ranks]:
     if _size() < 2:
         yield Ranks()
         return
+    ranks = Ranks()
     try:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        met, rank, size = next(rendezvous("env://", timeout=PREPARING))
-        # torchrun keeps its store when it starts a run again: addresses of the dead must not be found in it
-        store = dist.PrefixStore(f"life-{restarts()}", met)  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PREPARING)
+        dist.init_process_group(backend, **_meeting(), timeout=PREPARING)
     except (RuntimeError, ValueError) as error:
         failure = RankError(_unmet(str(error)))
         failure.told = number() > 0
         raise failure from None
     try:
-        ranks = Ranks(
-            Axis(dist.group.WORLD, dist.get_rank(), dist.get_world_size()), int(os.environ.get("LOCAL_RANK", 0))
-        )
+        everyone = Axis(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
+        ranks = Ranks(everyone, int(os.environ.get("LOCAL_RANK", 0)))
         where = f"dllp {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
         ranks.same("versions on all hosts", where)
         yield ranks
     finally:
-        with suppress(RuntimeError):
-            dist.destroy_process_group()
+        ranks.part()
+
+
+def _meeting() -> dict[str, Any]:
+    """Where the processes meet, for torch.distributed.
+
+    torchrun keeps its store when it starts a run again: addresses of the dead must not be found in it.
+    """
+    met, rank, size = next(rendezvous("env://", timeout=PREPARING))
+    store = dist.PrefixStore(f"life-{restarts()}", met)  # pyright: ignore[reportPrivateImportUsage]
+    return {"store": store, "rank": rank, "world_size": size}
 
 
 def _unmet(reason: str) -> str:
