@@ -18,6 +18,7 @@ from tests import many
 from tests.commands import ENVIRONMENT, npy
 from tests.crash.harness import digest, names
 
+pytestmark = pytest.mark.slow  # every test starts several processes, and some wait for them to give up
 SHORT = ("--model", "mlp", "--granularity", "weight", "--gate-linear", "--keep-params", "0.3", "--epochs", "3",
          "--batch-size", "32", "--checkpoint-steps", "1", "--quiet")  # fmt: skip
 """Nine steps of a small network, twice."""

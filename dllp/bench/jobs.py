@@ -46,9 +46,10 @@ FAR = (ood.NOISE, "digits")
 MOST_OUTSIDE = 2000
 """Inputs from elsewhere that are kept of each kind: areas under curves are good to a percent with them."""
 FLOPS_OF = {"dense": "the dense network", "channel": "the extracted network", "weight": "its non-zero weights"}
-MACHINE = ("device", "precision", "engine", "deterministic")
+MACHINE = ("device", "precision", "engine", "deterministic", "parallel")
 """Fields of Config that say how something is computed, not what."""
-LATER: dict[str, Any] = {"prior": "spike_and_slab", "prior_scale": 0.05, "polarization": 1.2, "noise": "constant"}
+LATER: dict[str, Any] = {"prior": "spike_and_slab", "prior_scale": 0.05, "polarization": 1.2, "noise": "constant",
+                         "sync_batch_norm": False}  # fmt: skip
 """Fields that Config gained after results were published, with the value that means "as before": what has this value
 is left out of digests, so that those results keep their names."""
 
