@@ -1,6 +1,7 @@
 """What every test shares: one thread in each process, one seed, no clock in property tests."""
 
 import os
+import signal
 
 # Before torch loads, and inherited by processes that tests start: `make test` runs several workers on few cores.
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
@@ -10,6 +11,8 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+# A shell that starts something in the background tells it to ignore this signal; tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Deadlines would be assertions about time; derandomised examples make a failure repeat.
 settings.register_profile("dllp", deadline=None, derandomize=True)
