@@ -95,14 +95,14 @@ class Belief:
         energy = self._budget_gradient(ramp)
         self.d_logits.copy_(through * z * (1 - z) / temperature - self.config.beta * self.strength * prior + energy)
         if self.target is not None:
-            self.multiplier.add_(self.gap, alpha=self.config.dual_step * self.leverage)
+            self.multiplier.add_(self.gap, alpha=(self.config.dual_step or 0.0) * self.leverage)
 
     def _budget_gradient(self, ramp: Tensor) -> Tensor:
         """(n, U): gradient of the budget's energy in the logits; leaves the gap behind for the dual ascent."""
         with torch.enable_grad():
             logits = self.logits.detach().requires_grad_()
             fraction = self._fraction(logits.sigmoid())
-            penalty = self.config.gap_penalty * self.leverage
+            penalty = (self.config.gap_penalty or 0.0) * self.leverage
             if self.target is None:
                 energy = (self.config.sparsity or 0.0) * fraction
             else:

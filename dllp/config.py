@@ -69,7 +69,7 @@ class Config:
         open_until, ramp_until, discrete_at: Progress in [0, 1] at which gates start to close, the budget
             ramp reaches its target, and gates become discrete and the network is sliced.
         tau_start, tau_end: Temperature of the relaxed gates, annealed until `discrete_at`.
-        dual_step: Step of the budget's multiplier.
+        dual_step: Step of the budget's multiplier; many single weights need a faster one than channels.
         gap_penalty: Weight of the squared gap between expected cost and ramp.
         mean_weight: Share of the task loss taken on the mean prediction of all particles.
         patience: Stop early when the training loss has not improved for this many epochs after
@@ -124,8 +124,8 @@ class Config:
     discrete_at: float = 0.5
     tau_start: float = 1.0
     tau_end: float = 0.1
-    dual_step: float = 0.02
-    gap_penalty: float = 10.0
+    dual_step: float | None = None
+    gap_penalty: float | None = None
     mean_weight: float = 0.0
     patience: int = 0
 
@@ -133,7 +133,7 @@ class Config:
         for name, hint in get_type_hints(type(self)).items():
             if not _fits(getattr(self, name), hint):
                 raise ConfigError(f"{name} = {getattr(self, name)!r}: {_wanted(hint)} is needed")
-        for name in ("weight_decay", "sparsity"):
+        for name in ("weight_decay", "sparsity", "dual_step", "gap_penalty"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ConfigError(f"{name} = {value}: it must not be negative")
@@ -151,7 +151,7 @@ class Config:
         for name in ("lr", "lr_gates", "lr_scales", "slab", "tau_start", "tau_end", "prior_scale", "polarization"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} = {getattr(self, name)}: a positive number is needed")
-        for name in ("beta", "lr_end", "warmup", "jitter", "gap_penalty", "dual_step", "patience"):
+        for name in ("beta", "lr_end", "warmup", "jitter", "patience"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} = {getattr(self, name)}: it must not be negative")
         if not -(2**63) <= self.seed < 2**63 or self.particles > MOST_PARTICLES:
@@ -183,6 +183,8 @@ class Config:
             slab_bounds=self.slab_bounds or ((0.3, 30.0) if channel else (1.0, 200.0)),
             weight_decay=(5e-4 if channel else 1e-4) if self.weight_decay is None else self.weight_decay,
             sparsity=(1.0 if channel else 0.0) if self.sparsity is None else self.sparsity,
+            dual_step=(0.02 if channel else 0.2) if self.dual_step is None else self.dual_step,
+            gap_penalty=(10.0 if channel else 50.0) if self.gap_penalty is None else self.gap_penalty,
         )
 
     @classmethod

@@ -64,6 +64,44 @@ for shape in shapes:
 """)
 
 
+def test_direct_convolutions_are_those_of_pytorch_in_float64() -> None:
+    """Output and both gradients: widths that fill no tile, images smaller than one, weights of either memory format."""
+    interpret("""
+from dllp import directconv
+directconv.PARTS = 3  # more tiles than programs
+shapes = [(2, 16, 8, 8, 16), (3, 8, 5, 7, 16), (9, 16, 6, 4, 8), (1, 24, 5, 5, 3), (2, 3, 6, 6, 16)]
+for n, inputs, height, width, outputs in shapes:
+    for order in (torch.contiguous_format, torch.channels_last):
+        weight = torch.randn(outputs, inputs, 3, 3).contiguous(memory_format=order)
+        conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+        conv.weight = nn.Parameter(weight)
+        x = torch.randn(n, inputs, height, width, requires_grad=True)
+        y = directconv.DirectConv(conv)(x)
+        dy = torch.randn_like(y)
+        wide = [x.detach().double().requires_grad_(), weight.double().requires_grad_()]
+        z = F.conv2d(*wide, padding=1)
+        found = [y, *torch.autograd.grad(y, [x, conv.weight], dy)]
+        wanted = [z, *torch.autograd.grad(z, wide, dy.double())]
+        assert all(float((a - b).norm() / b.norm()) < 1e-6 for a, b in zip(found, wanted)), (inputs, outputs, order)
+""")
+
+
+def test_only_plain_convolutions_of_few_channels_are_direct() -> None:
+    interpret("""
+from dllp.directconv import DirectConv
+def direct(conv):
+    found = fusion.rewrite(nn.Sequential(conv, nn.BatchNorm2d(conv.out_channels)).train())
+    return isinstance(found.get_submodule("0"), DirectConv)
+plain = dict(kernel_size=3, padding=1, bias=False)
+assert direct(nn.Conv2d(16, 8, **plain)) and direct(nn.Conv2d(8, 16, **plain))
+others = [dict(stride=2), dict(groups=2), dict(bias=True), dict(padding=0), dict(kernel_size=5), dict(dilation=2),
+          dict(padding_mode="reflect")]
+assert not any(direct(nn.Conv2d(16, 16, **plain | other)) for other in others)
+assert not direct(nn.Conv2d(32, 16, **plain)) and not direct(nn.Conv2d(16, 12, **plain))
+assert not direct(nn.Conv2d(16, 16, **plain).double())
+""")
+
+
 def test_a_mean_far_from_zero_costs_no_accuracy() -> None:
     """Sums are taken around the running mean: at 1000 standard deviations a plain sum of squares loses everything."""
     interpret("""

@@ -8,11 +8,12 @@ from dllp.config import Config
 
 SHARED: dict[str, Any] = dict(init="fresh", batch_size=512, epochs=60, lr_end=0.001, beta=0.1)
 CHANNEL: dict[str, Any] = dict(open_until=0.15, ramp_until=0.3, discrete_at=0.35, lr_gates=0.05)
+WEIGHT: dict[str, Any] = dict(open_until=0.15, ramp_until=0.4, discrete_at=0.5, lr_gates=0.05)
 PEAK_LR = {"resnet20": 0.4, "resnet56": 0.4, "vgg11_bn": 0.2, "vgg16_bn": 0.2}
 
 
 def recipe(network: str, granularity: str, **changes: Any) -> Config:
     """The documented default for `network`, with whatever a job changes."""
-    own = CHANNEL if granularity == "channel" else {}
+    own = CHANNEL if granularity == "channel" else WEIGHT
     values = {**SHARED, "lr": PEAK_LR.get(network, 0.1), "granularity": granularity, **own, **changes}
     return Config(**values)

@@ -66,14 +66,16 @@ def torch_rows(
 
         return work
 
-    with limited(threads), torch.inference_mode():
-        try:
-            if cuda:
-                peaks = [_cuda_peak(subject.network, x) for subject in found]
-            samples = interleaved([call(subject.network.to(device)) for subject in found], seconds, fewest)
-        finally:
-            for subject in found:
-                subject.network.cpu()
+    # moved outside inference mode: weights that are moved inside it can never be exported again
+    try:
+        if cuda:
+            peaks = [_cuda_peak(subject.network, x) for subject in found]
+        calls = [call(subject.network.to(device)) for subject in found]
+        with limited(threads), torch.inference_mode():
+            samples = interleaved(calls, seconds, fewest)
+    finally:
+        for subject in found:
+            subject.network.cpu()
     rest: dict[str, Any] = dict(device=device, threads=threads, batch=batch)
     return [
         summarise(subject, TORCH, part, bytes=disk[subject.name], memory=peak, **rest)
@@ -87,7 +89,9 @@ def _cuda_peak(network: nn.Module, x: Tensor) -> int:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    network.to(x.device)(x)
+    network.to(x.device)
+    with torch.inference_mode():
+        network(x)
     peak = torch.cuda.max_memory_allocated() - before
     network.cpu()
     return peak
