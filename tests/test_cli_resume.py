@@ -273,7 +273,7 @@ def test_signals_before_training_leave_nothing(
     def interrupted(*arguments: object, **options: object) -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    for place in ("dllp.api.discover", "dllp.api.make_gating", "dllp.runs.RunFolder.start_log"):
+    for place in ("dllp.prepare.discover", "dllp.api.make_gating", "dllp.runs.RunFolder.start_log"):
         with monkeypatch.context() as patch:
             patch.setattr(place, interrupted)
             if place.endswith("start_log"):
@@ -291,7 +291,7 @@ def test_a_signal_before_a_resumed_training_says_how_to_go_on(
     unfinished(data, tmp_path / "out", monkeypatch)
     capsys.readouterr()
     with monkeypatch.context() as patch:
-        patch.setattr("dllp.api.discover", lambda *rest, **options: signal.raise_signal(signal.SIGINT))
+        patch.setattr("dllp.prepare.discover", lambda *rest, **options: signal.raise_signal(signal.SIGINT))
         assert main(["prune", "--resume", "--out", str(tmp_path / "out")]) == 130
     one_line(capsys, "interrupted, go on with dllp prune --resume")
     assert main(["prune", "--resume", "--quiet", "--out", str(tmp_path / "out")]) == 0

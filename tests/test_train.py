@@ -19,9 +19,9 @@ from torch.distributions import Normal
 
 import dllp
 from dllp import priors, schedule
-from dllp.api import make_gating
 from dllp.config import Config
 from dllp.particles import Particles
+from dllp.prepare import make_gating
 from dllp.structure import Structure, discover
 from dllp.train import EpochRecord, Trainer
 from dllp.update import update_rows

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 import dllp
 from dllp import artifacts, checkpoints, data, options, report, speed, state, weights
-from dllp.api import make_gating
 from dllp.bench import run as bench
 from dllp.bench import tables
 from dllp.bench.store import LABELS, Store, pack
@@ -36,6 +35,7 @@ from dllp.errors import LONGEST, DllpError
 from dllp.evaluate import Row
 from dllp.examples import collect
 from dllp.particles import Particles
+from dllp.prepare import make_gating
 from dllp.report import compare, contents, page
 from dllp.structure import discover
 from dllp.task import Task
