@@ -27,10 +27,12 @@ from typing import Any
 import torch
 
 import dllp
-from dllp import api, devices, zoo
+from dllp import devices, prepare, zoo
+from dllp.api import healthy_snapshot
 from dllp.checkpoints import Checkpoints
 from dllp.config import Config
 from dllp.data import ArrayData, Dataset, load
+from dllp.particles import Particles
 from dllp.structure import discover
 from dllp.train import Trainer, deterministic_kernels
 
@@ -63,10 +65,10 @@ class Arm:
     def __init__(self, data: Dataset, config: Config, network: str, folder: Path | None) -> None:
         device = devices.find_device(config.device)
         model = zoo.build(network, data.num_classes, data.in_channels, image_size=data.image_size)
-        self.batches = api.as_batches(data, config, device)
-        example, _ = api.example_of(self.batches)
-        particles = api.Particles.start(model, config, device)
-        gating = api.make_gating(model, discover(model, example), particles, config, None)
+        self.batches = prepare.as_batches(data, config, device)
+        example, _ = prepare.example_of(self.batches)
+        particles = Particles.start(model, config, device)
+        gating = prepare.make_gating(model, discover(model, example), particles, config, None)
         sizes = {"num_data": self.batches.num_examples, "steps_per_epoch": self.batches.steps}
         self.trainer = Trainer(particles, gating, config, **sizes)
         self.held = None if folder is None else Checkpoints(folder)
@@ -85,7 +87,7 @@ class Arm:
 
     def after_step(self, trainer: Trainer) -> None:
         if self.held is not None:
-            self.held.after_step(trainer.step_index, trainer.epoch_ends, lambda: api.healthy_snapshot(trainer))
+            self.held.after_step(trainer.step_index, trainer.epoch_ends, lambda: healthy_snapshot(trainer))
 
     def steps(self, count: int) -> float:
         """Seconds of one step, the median of `count`."""
@@ -106,7 +108,7 @@ class Arm:
         for k in range(count):
             self.synchronise()
             began = time.perf_counter()
-            taken = api.healthy_snapshot(self.trainer)
+            taken = healthy_snapshot(self.trainer)
             snapshots.append(time.perf_counter() - began)
             assert self.held is not None
             self.held.save(10**6 + k, lambda taken=taken: taken, wait=True)

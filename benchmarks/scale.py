@@ -52,9 +52,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any] | None:
     import torch
 
     from dllp import zoo
-    from dllp.api import make_gating
     from dllp.config import Config
     from dllp.particles import Particles
+    from dllp.prepare import make_gating
     from dllp.ranks import joined
     from dllp.structure import discover
     from dllp.train import Trainer

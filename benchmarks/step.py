@@ -40,9 +40,9 @@ def stepper(variant: str, options: argparse.Namespace) -> Callable[[], None]:
     from plain import PlainCopies
 
     from dllp import zoo
-    from dllp.api import make_gating
     from dllp.config import Config
     from dllp.particles import Particles
+    from dllp.prepare import make_gating
     from dllp.structure import discover
     from dllp.train import Trainer
 

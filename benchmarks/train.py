@@ -19,10 +19,10 @@ import torch
 from plain import PlainCopies
 
 from dllp import fusion, zoo
-from dllp.api import make_gating
 from dllp.config import Config
 from dllp.engine import Capture
 from dllp.particles import Particles
+from dllp.prepare import make_gating
 from dllp.structure import discover
 from dllp.train import Trainer
 

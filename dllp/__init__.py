@@ -1,9 +1,10 @@
 """dllp: neural networks made small, with a posterior that says how far to trust what is left."""
 
-from dllp.api import Result, load, prune, train_dense
+from dllp.api import prune, train_dense
 from dllp.config import Config
 from dllp.errors import ArtifactError, ConfigError, DataError, DllpError, StructureError
 from dllp.posterior import Posterior, Prediction
+from dllp.result import Result, load
 from dllp.sampling import sample_gates
 from dllp.train import EpochRecord
 from dllp.version import __version__

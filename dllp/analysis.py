@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from dllp import distribution
-from dllp.api import Result
 from dllp.errors import ArtifactError, ConfigError
 from dllp.extract import Slab
 from dllp.particles import Layout, kept_coordinates
+from dllp.result import Result
 
 Array = NDArray[np.float64]
 PARTS = ("before", "kept", "removed")

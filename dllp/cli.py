@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dllp import api, artifacts, evaluate, options, progress, pruning, reporting, shipping, studying
+from dllp import artifacts, evaluate, options, progress, pruning, reporting, shipping, studying
 from dllp.bench import command as bench
 from dllp.data import ArrayData
 from dllp.data.corruptions import parse as parse_corruption
@@ -18,6 +18,7 @@ from dllp.data.ood import find as find_outside
 from dllp.devices import find_device
 from dllp.errors import ConfigError, DllpError, Interrupted
 from dllp.ranks import number
+from dllp.result import load, posterior_of
 from dllp.sampling import sample_gates
 from dllp.task import DENSE_FILE, SETTINGS, Task, as_trained, described, disk, outputs, subset
 
@@ -74,12 +75,12 @@ def _evaluate(given: dict[str, Any]) -> None:
     sizes = [known.get(name, getattr(data, name)) for name in ("num_classes", "in_channels", "image_size")]
     sizes[0] = outputs(run, sizes[0])
     task.check_network(folder, *sizes)
-    result = api.load(folder, task.network(*sizes, seed=0))
+    result = load(folder, task.network(*sizes, seed=0))
     dense = None
     if (folder / DENSE_FILE).exists():
         network = task.network(*sizes, seed=0).eval()
         artifacts.read_network(folder / DENSE_FILE, network)
-        dense = api.posterior_of([network], torch.tensor([known.get("dense_noise", torch.nan)]), result.config)
+        dense = posterior_of([network], torch.tensor([known.get("dense_noise", torch.nan)]), result.config)
     if "subset" in given:
         test = subset(test, given["subset"], result.config.seed)
     corruptions = [c for text in given.get("corrupt", ()) for c in parse_corruption(text, result.config.seed)]

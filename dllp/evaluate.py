@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from dllp import efficiency, metrics, objective
-from dllp.api import Result, Size, posterior_of
 from dllp.data import ArrayData
 from dllp.data.corruptions import Corruption
 from dllp.errors import DataError
 from dllp.posterior import Posterior, decompose
+from dllp.result import Result, Size, posterior_of
 
 CLEAN, OUTSIDE = "clean", "ood:"
 DENSE, TOGETHER, REFERENCES, DRAWN = "dense", "all particles", "all references", "drawn gates"

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from dllp import artifacts
-from dllp.api import Result
 from dllp.errors import ConfigError, ExportError
 from dllp.objective import split_noise
 from dllp.posterior import decompose
+from dllp.result import Result
 from dllp.structure import discover
 from dllp.widths import kept_units, padded
 

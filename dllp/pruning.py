@@ -22,6 +22,7 @@ from dllp.devices import WORKSPACE, WORKSPACES, find_device
 from dllp.errors import ConfigError, Interrupted, NumericsError, RankError
 from dllp.posterior import Posterior
 from dllp.ranks import Ranks, joined, restarts
+from dllp.result import Result, posterior_of
 from dllp.runs import RunFolder, Signals
 from dllp.sharing import AnyCheckpoints, SharedCheckpoints
 from dllp.state import FREE
@@ -161,7 +162,7 @@ class _Pruning:
         self.text = options.write(asdict(task), config)
         if self.folder.resume and device.type == "cuda" and not config.deterministic:
             self.say("on CUDA without --deterministic the result has the same quality, but is not equal bit for bit")
-        before: api.Result | None = None
+        before: Result | None = None
         with progress.reporter(self.quiet) as shown:
             if task.method == DLLP:
                 result, dense = self.dllp(task, model, data, config, shown)
@@ -187,37 +188,37 @@ class _Pruning:
 
     def dllp(
         self, task: Task, model: torch.nn.Module, data: Any, config: Config, shown: progress.Silent
-    ) -> tuple[api.Result, Posterior | None]:
+    ) -> tuple[Result, Posterior | None]:
         """DLLP's one training, and that of the dense network to compare with, where there has to be one."""
         result = self.train(api.prune, "pruned", model, data, config, shown)
         if not task.dense:
             return result, None
         alone = dense_recipe(task, config, self.new_head)
         if alone is None:
-            return result, api.posterior_of([model.cpu().eval()], torch.tensor([torch.nan]), config)
+            return result, posterior_of([model.cpu().eval()], torch.tensor([torch.nan]), config)
         dense = self.train(api.train_dense, "dense", model, data, alone, shown).posterior
         result.info["dense_noise"] = float(dense.noise[0])
         return result, dense
 
     def other(
         self, task: Task, model: torch.nn.Module, data: Any, config: Config, shown: progress.Silent
-    ) -> tuple[api.Result, Posterior | None, api.Result | None]:
+    ) -> tuple[Result, Posterior | None, Result | None]:
         """Another method's trainings; its own network before the cut is what it is compared with."""
 
-        def train(verb: baseline.Verb, stage: str, model: torch.nn.Module, data: Any, config: Config) -> api.Result:
+        def train(verb: baseline.Verb, stage: str, model: torch.nn.Module, data: Any, config: Config) -> Result:
             return self.train(verb, stage, model, data, config, shown)
 
         method, epochs = find_method(task.method), task.finetune_epochs
         pruned = baseline.prune(method, model, data, config, finetune_epochs=epochs, train=train)
         result, noise = pruned.result, pruned.before.gates["noise"]
-        dense = api.posterior_of([result.reference], noise, config) if task.dense else None
+        dense = posterior_of([result.reference], noise, config) if task.dense else None
         result.info["dense_noise"] = float(noise[0])
         return result, dense, pruned.before if pruned.after else None
 
     def train(
-        self, verb: Callable[..., api.Result], name: str, model: torch.nn.Module, data: Any, config: Config,
+        self, verb: Callable[..., Result], name: str, model: torch.nn.Module, data: Any, config: Config,
         shown: progress.Silent,
-    ) -> api.Result:  # fmt: skip
+    ) -> Result:  # fmt: skip
         """One training with its checkpoints and its part of the log."""
         board = boards.Board(self.folder.folder, name) if self.tensorboard else None
         place = self.folder.checkpoints / name

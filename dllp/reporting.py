@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from dllp import api, artifacts, evaluate, examples, options, progress, pruning, report, shipping
+from dllp import artifacts, evaluate, examples, options, progress, pruning, report, shipping
 from dllp import speed as measuring
 from dllp.data import Dataset
 from dllp.devices import find_device
 from dllp.errors import DataError, DllpError
 from dllp.report import contents, gallery
+from dllp.result import posterior_of
 from dllp.task import DENSE_FILE, SETTINGS, Task
 
 LAYER_BATCH = 16
@@ -123,7 +124,7 @@ def _examples(run: contents.Run, given: dict[str, Any], data: Dataset) -> exampl
     if (run.folder / DENSE_FILE).exists():
         whole = network().eval()
         artifacts.read_network(run.folder / DENSE_FILE, whole)
-        dense = api.posterior_of([whole], torch.ones(1), result.config)
+        dense = posterior_of([whole], torch.ones(1), result.config)
     return examples.collect(result.posterior, data.test, dense, find_device("auto"))
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from dllp import gates
-from dllp.api import Result, posterior_of
 from dllp.errors import ConfigError, DataError
 from dllp.posterior import Posterior
+from dllp.result import Result, posterior_of
 from dllp.slicing import Fold
 from dllp.structure import discover
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from dllp import api, artifacts, devices, options, progress, pruning
+from dllp import artifacts, devices, options, progress, pruning
 from dllp import export as exporting
 from dllp import speed as measuring
 from dllp.errors import ArtifactError, ConfigError
+from dllp.result import Result, load
 from dllp.task import SETTINGS, Task, described, outputs
 
 
@@ -87,7 +88,7 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-def open_run(given: dict[str, Any]) -> tuple[api.Result, tuple[int, ...], Callable[[], nn.Module]]:
+def open_run(given: dict[str, Any]) -> tuple[Result, tuple[int, ...], Callable[[], nn.Module]]:
     """A finished run, the shape of one of its inputs, and what makes its network; its data is not read."""
     folder = Path(given["folder"])
     run = artifacts.read_run(folder)
@@ -105,7 +106,7 @@ def open_run(given: dict[str, Any]) -> tuple[api.Result, tuple[int, ...], Callab
         raise ConfigError(f"{folder} does not say how many outputs its network has: give a factory with --model")
     sizes = [classes or 1, known.get("in_channels") or shape[0], known.get("image_size") or min(shape[1:], default=1)]
     task.check_network(folder, *sizes)
-    result = api.load(folder, task.network(*sizes, seed=0))
+    result = load(folder, task.network(*sizes, seed=0))
     if known:
         result.info["data"] = known
     return result, shape, lambda: task.network(*sizes, seed=0)

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from dllp import artifacts, zoo
-from dllp.api import Result
 from dllp.baselines import find as find_method
 from dllp.config import Config
 from dllp.data import ArrayData, Dataset, stratified
@@ -24,6 +23,7 @@ from dllp.data.download import Progress
 from dllp.data.ood import without
 from dllp.errors import ArtifactError, ConfigError, DataError
 from dllp.evaluate import DENSE
+from dllp.result import Result
 
 SETTINGS, DENSE_FILE = "config.yaml", "dense.safetensors"
 DLLP = "dllp"

@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dllp.api import make_gating
 from dllp.config import Config
 from dllp.parallel import Place
 from dllp.particles import Particles
+from dllp.prepare import make_gating
 from dllp.ranks import Ranks, joined
 from dllp.state import State, snapshot
 from dllp.structure import discover

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import dllp
-from dllp import analysis, api
+from dllp import analysis
 from dllp.cli import main
 from dllp.errors import ConfigError
 from dllp.zoo.small import small_cnn
 from tests.commands import one_line
 
 
-def result(granularity: str, **changes: object) -> api.Result:
+def result(granularity: str, **changes: object) -> dllp.Result:
     data = (torch.randn(64, 1, 8, 8), torch.arange(64) % 10)
     values = {"keep_params": 0.4, "granularity": granularity, "particles": 1, "epochs": 1, "batch_size": 32}
     return dllp.prune(small_cnn(), data, dllp.Config(**{**values, **changes}))  # pyright: ignore[reportArgumentType]

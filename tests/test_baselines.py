@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dllp import api
 from dllp.baselines import METHODS, cp, find, run, samples, thinet
 from dllp.baselines.deephoyer import DeepHoyer
 from dllp.baselines.magnitude import MagnitudeL1
@@ -25,6 +24,7 @@ from dllp.config import Config
 from dllp.data import load
 from dllp.errors import ConfigError, StructureError
 from dllp.particles import Particles
+from dllp.prepare import make_gating
 from dllp.priors import PRIORS
 from dllp.slicing import Fold, cut
 from dllp.structure import discover
@@ -41,7 +41,7 @@ def scene_of(model: nn.Module, inputs: Tensor, **changes: object) -> Scene:
     config = Config(**{"keep_flops": 0.4, "particles": 1, **changes}).resolved()  # pyright: ignore[reportArgumentType]
     particles = Particles([model])
     structure = discover(model, inputs)
-    gating = api.make_gating(model, structure, particles, config, None)
+    gating = make_gating(model, structure, particles, config, None)
     return Scene(particles, structure, gating, config, inputs)
 
 

@@ -22,18 +22,7 @@ from dllp import options, progress
 from dllp.artifacts import new_folder
 from dllp.cli import main
 from dllp.zoo import build
-from tests.commands import ENVIRONMENT, FAST, npy, one_line, settle, short_run
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return short_run(tmp_path_factory.mktemp("cli"))
-
-
-@pytest.fixture
-def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    return settle(tmp_path, monkeypatch)
-
+from tests.commands import ENVIRONMENT, FAST, npy, one_line
 
 # ---- runs
 

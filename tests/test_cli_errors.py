@@ -12,17 +12,7 @@ import pytest
 from PIL import Image
 
 from dllp.cli import main
-from tests.commands import FAST, npy, one_line, settle, short_run
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return short_run(tmp_path_factory.mktemp("cli"))
-
-
-@pytest.fixture
-def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    return settle(tmp_path, monkeypatch)
+from tests.commands import FAST, npy, one_line
 
 
 @pytest.mark.parametrize(

@@ -2,66 +2,26 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
 import yaml
-from safetensors.torch import load_file
 
 from dllp import artifacts
-from dllp.api import OnStep
-from dllp.checkpoints import Checkpoints
 from dllp.cli import main
-from dllp.errors import Interrupted
 from dllp.runs import RunFolder
-from dllp.train import Trainer
-from tests.commands import ENVIRONMENT, npy, one_line, settle
+from tests.commands import ENVIRONMENT, one_line, settle
 from tests.crash.harness import digest
-
-SHORT = ("--model", "mlp", "--granularity", "weight", "--gate-linear", "--keep-params", "0.3", "--epochs", "3")
-"""Nine steps of a small network, twice."""
+from tests.interrupted import SHORT, command, examples, killed, signalled, stop_at, unfinished
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> str:
-    rng = np.random.default_rng(0)
-    y = np.arange(96) % 4
-    return str(npy(tmp_path / "data", (rng.normal(size=(96, 6)) + y[:, None]).astype(np.float32), y))
-
-
-def command(data: str, out: Path, *words: str) -> list[str]:
-    return ["prune", "--data", data, "--batch-size", "32", "--quiet", "--out", str(out), *SHORT, *words]
-
-
-def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, act: OnStep, training: str = "pruned") -> None:
-    """Act after a step of one of the trainings, before its checkpoint is due."""
-    after = Checkpoints.after_step
-
-    def faulty(self: Checkpoints, now: int, *rest: Any, **options: Any) -> None:
-        if now == step and self.folder.name == training:
-            act(self)  # pyright: ignore
-        after(self, now, *rest, **options)
-
-    monkeypatch.setattr(Checkpoints, "after_step", faulty)
-
-
-def signalled(number: int) -> Callable[[object], None]:
-    return lambda _: signal.raise_signal(number)
-
-
-def killed(_: object) -> None:
-    raise SystemError("as if killed")
+    return examples(tmp_path / "data")
 
 
 # ---- to the same end
@@ -152,12 +112,6 @@ def test_where_the_command_is_called_does_not_matter(
 
 
 # ---- what is refused
-
-
-def unfinished(data: str, out: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
-    with monkeypatch.context() as patch:
-        stop_at(patch, 4, signalled(signal.SIGTERM))
-        assert main(command(data, out, "--no-dense", *words)) == 143
 
 
 def test_an_unfinished_run_is_not_replaced_by_mistake(
@@ -262,195 +216,6 @@ def test_a_lock_dies_with_its_process(
     assert (out / ".lock").exists()
     assert main(["prune", "--resume", "--quiet", "--out", str(out)]) == 0
     assert not (out / ".lock").exists()
-
-
-# ---- what fails before and after the first checkpoint
-
-
-def test_signals_before_training_leave_nothing(
-    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*arguments: object, **options: object) -> None:
-        signal.raise_signal(signal.SIGTERM)
-
-    for place in ("dllp.api.discover", "dllp.api.make_gating", "dllp.runs.RunFolder.start_log"):
-        with monkeypatch.context() as patch:
-            patch.setattr(place, interrupted)
-            if place.endswith("start_log"):
-                patch.setattr(
-                    "dllp.runs.Signals._handle", lambda self, number, frame: (_ for _ in ()).throw(Interrupted(number))
-                )
-            assert main(command(data, tmp_path / "new" / "out")) == 143
-        one_line(capsys, "interrupted, nothing was written")
-        assert sorted(os.listdir(tmp_path)) == ["data"]
-
-
-def test_a_signal_before_a_resumed_training_says_how_to_go_on(
-    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    unfinished(data, tmp_path / "out", monkeypatch)
-    capsys.readouterr()
-    with monkeypatch.context() as patch:
-        patch.setattr("dllp.api.discover", lambda *rest, **options: signal.raise_signal(signal.SIGINT))
-        assert main(["prune", "--resume", "--out", str(tmp_path / "out")]) == 130
-    one_line(capsys, "interrupted, go on with dllp prune --resume")
-    assert main(["prune", "--resume", "--quiet", "--out", str(tmp_path / "out")]) == 0
-
-
-def test_a_second_signal_ends_at_once(data: str, tmp_path: Path) -> None:
-    code = """
-        import os, signal, sys, time
-        from dllp.checkpoints import Checkpoints
-        from dllp.cli import main
-        def slow(self, *rest, **options):
-            signal.raise_signal(signal.SIGTERM)
-            print("first", flush=True)
-            time.sleep(60)
-        Checkpoints.after_step = slow
-        sys.exit(main(sys.argv[1:]))
-    """
-    arguments = [
-        sys.executable,
-        "-c",
-        "\n".join(line[8:] for line in code.splitlines()),
-        *command(data, tmp_path / "out"),
-    ]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, env=ENVIRONMENT) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"first\n"
-        began = time.monotonic()
-        process.terminate()
-        assert process.wait(30) == -signal.SIGTERM and time.monotonic() - began < 10
-
-
-def test_no_space_after_the_first_checkpoint_says_how_to_go_on(
-    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    assert main(command(data, whole)) == 0
-
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        stop_at(patch, 5, lambda _: patch.setattr(os, "fsync", full))
-        assert main(command(data, out)) == 2
-    one_line(capsys, "No space left on device", f"go on with dllp prune --resume --out {out}")
-    assert main(["prune", "--resume", "--quiet", "--out", str(out)]) == 0
-    assert digest(out) == digest(whole)
-
-
-def test_an_end_that_fails_can_be_made_up_for(
-    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    assert main(command(data, whole)) == 0
-    write = artifacts.write_bytes
-    for name in ("reference-1.safetensors", "dense.safetensors", "evaluation.json", "run.json"):
-
-        def faulty(path: Path, content: bytes, name: str = name) -> None:
-            if path.name == name:
-                raise KeyboardInterrupt
-            write(path, content)
-
-        words = ["prune", "--resume", "--quiet", "--out", str(out)] if out.exists() else command(data, out)
-        with monkeypatch.context() as patch:
-            patch.setattr(artifacts, "write_bytes", faulty)
-            assert main(words) == 130
-        assert not (out / "run.json").exists()
-    assert main(["prune", "--resume", "--quiet", "--out", str(out)]) == 0
-    assert digest(out) == digest(whole)
-
-
-# ---- numbers that break
-
-
-def poison(monkeypatch: pytest.MonkeyPatch, act: Callable[[Trainer], None], step: int, times: int = 1) -> None:
-    """Break a number before a step, so many times."""
-    knobs, left = Trainer.set_knobs, [times]
-
-    def faulty(self: Trainer) -> None:
-        if self.step_index == step and left[0] and self.gating is not None:
-            left[0] -= 1
-            with torch.no_grad():
-                act(self)
-        knobs(self)
-
-    monkeypatch.setattr(Trainer, "set_knobs", faulty)
-
-
-def nan_weight(trainer: Trainer) -> None:
-    name = list(trainer.particles.layout.segments)[-2]
-    trainer.particles.layout.segments[name].view(trainer.particles.rows[1])[0, 0] = torch.nan
-
-
-def nan_gate(trainer: Trainer) -> None:
-    trainer.belief.logits[0, 5] = torch.nan
-
-
-def nan_gradient(trainer: Trainer) -> None:
-    def broken(i: int, value: torch.Tensor, *others: torch.Tensor, **options: Any) -> Any:
-        found = own(i, value, *others, **options)
-        if i == 1:
-            trainer.particles.gradients[1, 3] = torch.inf
-        return found
-
-    own, trainer.particles.differentiate = trainer.particles.differentiate, broken
-
-
-@pytest.mark.parametrize(
-    ("act", "told"),
-    [
-        (nan_weight, ["the weights of particle 2", "(layer ", ".weight)"]),
-        (nan_gate, ["the gate logits of particle 1", "(layer "]),
-        (nan_gradient, ["the gradient of particle 2", "(layer "]),
-    ],
-)
-def test_a_broken_number_is_named_and_rollback_is_offered(
-    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    act: Callable[[Trainer], None], told: list[str],
-) -> None:  # fmt: skip
-    out = tmp_path / "out"
-    with monkeypatch.context() as patch:
-        poison(patch, act, step=4)
-        assert main(command(data, out, "--no-dense")) == 2
-    error = capsys.readouterr().err
-    for word in [*told, "NaN or infinity", "at step 5 (epoch 2)", f"--resume --out {out} --on-nan rollback"]:
-        assert word in error
-    assert error.count("\n") == 1
-    assert [path.name for path in (out / "checkpoints/pruned").iterdir()] == ["step-000000003.safetensors"]
-    with monkeypatch.context() as patch:
-        poison(patch, act, step=4)
-        assert main(["prune", "--resume", "--quiet", "--on-nan", "rollback", "--out", str(out)]) == 0
-    assert "back at step 3 with lr 0.05" in capsys.readouterr().err
-    assert yaml.safe_load((out / "config.yaml").read_text())["on_nan"] == "rollback"
-    history = json.loads((out / "run.json").read_text())["history"]
-    assert [record["epoch"] for record in history] == [1, 2, 3]
-    assert all(value.isfinite().all() for value in load_file(out / "particle-0.safetensors").values())
-
-
-def test_a_learning_rate_that_diverges_stops_or_rolls_back(
-    data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    wild = ["--lr", "1e25", "--warmup", "0", "--no-dense", "--checkpoint-steps", "1"]
-    assert main(command(data, out, *wild)) == 2
-    one_line(capsys, "NaN or infinity in the", "of particle", "at step", "lower lr")
-    for file in (out / "checkpoints").rglob("*.safetensors"):
-        assert all(value.isfinite().all() for value in load_file(file).values() if value.is_floating_point()), file.name
-    assert main(command(data, tmp_path / "again", *wild, "--on-nan", "rollback")) == 2, "four tries are enough"
-    assert "back at step" in capsys.readouterr().err
-
-
-def test_rollbacks_halve_the_rate_each_time(
-    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    poison(monkeypatch, nan_weight, step=7, times=3)
-    assert main(command(data, tmp_path / "out", "--no-dense", "--on-nan", "rollback", "--checkpoint-steps", "1")) == 0
-    rates = [line.rsplit(" ", 1)[1] for line in capsys.readouterr().err.splitlines()]
-    assert rates == ["0.05", "0.025", "0.0125"]
-    poison(monkeypatch, nan_weight, step=7, times=9)
-    assert main(command(data, tmp_path / "other", "--no-dense", "--on-nan", "rollback")) == 2
-    assert "kept in" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_folder_that_vanishes_before_it_is_held(tmp_path: Path) -> None:

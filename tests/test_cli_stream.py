@@ -13,7 +13,7 @@ from dllp.cli import main
 from tests import pictures
 from tests.commands import one_line
 from tests.crash.harness import digest
-from tests.test_cli_resume import killed, signalled, stop_at
+from tests.interrupted import killed, signalled, stop_at
 
 
 def command(data: Path, out: Path, *words: str) -> list[str]:

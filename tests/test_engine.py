@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 import dllp
 from dllp import fusion, zoo
-from dllp.api import make_gating
 from dllp.config import Config
 from dllp.engine import WARMUP, Capture
 from dllp.particles import Particles
+from dllp.prepare import make_gating
 from dllp.structure import discover
 from dllp.train import Trainer
 

@@ -19,7 +19,7 @@ from dllp.data import ArrayData, ood
 from dllp.data.corruptions import parse
 from dllp.posterior import Posterior
 from dllp.zoo import build
-from tests.commands import FAST, npy, one_line, settle, short_run
+from tests.commands import FAST, npy, one_line, short_run
 
 Capture = pytest.CaptureFixture[str]
 DISK = {"dense": 1000, "particle 1": 100, "particle 2": 200}
@@ -201,11 +201,6 @@ def test_a_regression_is_told_apart_by_its_variance() -> None:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return short_run(tmp_path_factory.mktemp("cli"))
-
-
-@pytest.fixture
-def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    return settle(tmp_path, monkeypatch)
 
 
 def test_the_command_prints_what_prune_measured(finished: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -19,14 +19,9 @@ from dllp.errors import ConfigError, ExportError, StructureError
 from dllp.structure import discover
 from dllp.widths import kept_units, padded, rounded
 from dllp.zoo import build
-from tests.commands import one_line, short_run
+from tests.commands import one_line
 
 SHAPE = (1, 8, 8)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return short_run(tmp_path_factory.mktemp("export"))
 
 
 @pytest.fixture

@@ -6,11 +6,8 @@ import copy
 import pickle
 from dataclasses import replace
 
-import networks
 import pytest
 import torch
-from test_particles import batch, both_layouts, loss
-from test_slicing import random_keep, scrambled
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -20,6 +17,8 @@ from dllp.gating import ChannelGating, WeightGating
 from dllp.particles import Particles
 from dllp.slicing import Fold, Group, Slice, cut
 from dllp.structure import discover
+from tests import networks
+from tests.slices import batch, both_layouts, loss, random_keep, scrambled
 
 CPU = torch.device("cpu")
 

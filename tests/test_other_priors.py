@@ -14,12 +14,12 @@ from torch import Tensor
 
 import dllp
 from dllp import priors
-from dllp.api import make_gating
 from dllp.cli import main
 from dllp.config import Config
 from dllp.errors import ConfigError
 from dllp.gating import Scales
 from dllp.particles import Particles
+from dllp.prepare import make_gating
 from dllp.structure import discover
 from dllp.train import Trainer
 from dllp.zoo.small import small_cnn

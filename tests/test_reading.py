@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands import FAST, npy, one_line, settle, short_run
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -19,11 +18,7 @@ from dllp.bench.store import Store
 from dllp.cli import main
 from dllp.data import images as pictures_of
 from dllp.errors import LONGEST, ArtifactError, ConfigError, DataError, DllpError
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return short_run(tmp_path_factory.mktemp("reading"))
+from tests.commands import FAST, npy, one_line, settle
 
 
 @pytest.fixture

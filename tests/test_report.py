@@ -30,14 +30,9 @@ from dllp.reporting import command
 from dllp.task import Task
 from dllp.train import EpochRecord
 from dllp.zoo import build
-from tests.commands import npy, one_line, settle, short_run
+from tests.commands import npy, one_line, settle
 
 pytest.importorskip("plotly", reason="needs plotly: pip install -e '.[report]'")
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return short_run(tmp_path_factory.mktemp("report"))
 
 
 @pytest.fixture

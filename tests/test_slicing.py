@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 
-import networks
 import pytest
 import torch
 from torch import nn
@@ -14,26 +13,8 @@ from torch.func import functional_call
 from dllp.errors import StructureError
 from dllp.slicing import Fold, Group, Slice, cut, difference, recipe
 from dllp.structure import discover, verify
-
-
-def random_keep(groups: tuple[Group, ...], seed: int) -> torch.Tensor:
-    """(U,) bool with at least one unit in each group, anything from one to all."""
-    generator = torch.Generator().manual_seed(seed)
-    parts = []
-    for group in groups:
-        count = int(torch.randint(1, group.units + 1, (), generator=generator))
-        parts.append(torch.randperm(group.units, generator=generator) < count)
-    return torch.cat(parts)
-
-
-def scrambled(model: nn.Module) -> nn.Module:
-    """A float64 network in eval mode whose norms are not trivial."""
-    generator = torch.Generator().manual_seed(7)
-    model = model.double().eval()
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point() and tensor.dim() < 2:
-            tensor.data = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5
-    return model
+from tests import networks
+from tests.slices import random_keep, scrambled
 
 
 @pytest.mark.parametrize("name", networks.FAMILIES)

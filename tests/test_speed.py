@@ -18,7 +18,7 @@ from dllp.export import inputs, write
 from dllp.speed import clock
 from dllp.structure import discover
 from dllp.zoo import build
-from tests.commands import one_line, short_run
+from tests.commands import one_line
 
 SHAPE = (1, 8, 8)
 
@@ -28,11 +28,6 @@ def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three single calls for each network: what they take does not matter here."""
     monkeypatch.setattr(clock, "SAMPLE", 0.0)
     monkeypatch.setattr(clock, "FEWEST", 3)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return short_run(tmp_path_factory.mktemp("speed"))
 
 
 @pytest.fixture

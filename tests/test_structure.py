@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 
-import networks
 import pytest
 import torch
-from test_slicing import random_keep
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,6 +15,8 @@ from dllp.errors import Interrupted, StructureError
 from dllp.selection import select
 from dllp.slicing import cut, recipe
 from dllp.structure import Structure, discover
+from tests import networks
+from tests.slices import random_keep
 
 
 def macs(model: nn.Module, example: Tensor) -> float:

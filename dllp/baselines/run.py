@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dllp import api
-from dllp.api import Data, OnStep, Result
+from dllp.api import OnStep, train_dense
 from dllp.baselines.protocol import Method, Scene
+from dllp.collect import costs
 from dllp.config import Config
 from dllp.errors import ConfigError
 from dllp.extract import extract
 from dllp.gating import FilterFn, WeightGating
 from dllp.particles import Particles
+from dllp.prepare import Data, make_gating, prepare
+from dllp.result import Result, Size, posterior_of
 from dllp.structure import Structure
 from dllp.train import Trainer
 
@@ -71,11 +73,11 @@ def prune(
     if config.keep_flops is None and config.keep_params is None:
         raise ConfigError(f"{method.name} needs a budget: give keep_flops or keep_params, for example 0.45")
     config = method.settings(replace(config, granularity=method.granularity, particles=1).resolved())
-    batches, example, structure = api.prepare(model, data, config, filter_fn)
+    batches, example, structure = prepare(model, data, config, filter_fn)
     scenes = _Scenes(method, model, structure, config, filter_fn)
     scenes.at(Particles.start(model, config, torch.device("cpu")))  # a budget out of reach is told before any training
     if trained is None or method.trains:
-        trained = train(scenes.watched(api.train_dense), TRAINED, model, data, config)
+        trained = train(scenes.watched(train_dense), TRAINED, model, data, config)
     whole = copy.deepcopy(trained.model).to(batches.device)
     scene = scenes.at(Particles([whole]), sample(batches))
     scores = method.scores(scene)
@@ -84,7 +86,7 @@ def prune(
         return Pruned(before, None)
     tuning = replace(config, epochs=finetune_epochs, lr=finetune_lr * config.lr, init="given", warmup=0.0)
     slab = before.slabs[0]
-    verb = holding(slab.gated) if slab.gated else api.train_dense
+    verb = holding(slab.gated) if slab.gated else train_dense
     tuned = train(verb, FINETUNED, slab.network, data, tuning)
     after = replace(
         before,
@@ -107,7 +109,7 @@ class _Scenes:
     filter_fn: FilterFn | None
 
     def at(self, particles: Particles, inputs: Tensor | None = None) -> Scene:
-        gating = api.make_gating(self.model, self.structure, particles, self.config, self.filter_fn)
+        gating = make_gating(self.model, self.structure, particles, self.config, self.filter_fn)
         return Scene(particles, self.structure, gating, self.config, inputs)
 
     def watched(self, verb: Verb) -> Verb:
@@ -149,7 +151,7 @@ def holding(gated: tuple[str, ...]) -> Verb:
                 particles.layout.segments[name].view(moving).mul_(parameter.detach() != 0)
         trainer.moving = moving.expand(len(particles), -1)
 
-    return hooked(api.train_dense, start)
+    return hooked(train_dense, start)
 
 
 def sample(batches: Any) -> Tensor:
@@ -170,14 +172,14 @@ def _cut(method: Method, scene: Scene, scores: Tensor, trained: Result, example:
     if not isinstance(scene.gating, WeightGating):
         method.repair(slab.network.to(scene.particles.device), slab.recipe, scene)
         slab.network.cpu()
-    sizes, widths = api.costs(scene.gating, keep)
+    sizes, widths = costs(scene.gating, keep)
     noise = trained.gates["noise"]
     return replace(
         trained,
         config=scene.config,
         slabs=[slab],
-        posterior=api.posterior_of([slab.network], noise, scene.config),
-        dense=api.Size(scene.structure.flops.dense, round(scene.structure.params.dense)),
+        posterior=posterior_of([slab.network], noise, scene.config),
+        dense=Size(scene.structure.flops.dense, round(scene.structure.params.dense)),
         sizes=sizes,
         gates={
             "logits": scores[None].float().cpu(),

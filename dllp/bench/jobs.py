@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dllp import analysis, metrics, zoo
-from dllp.api import Result, Size, prune, train_dense
+from dllp.api import prune, train_dense
 from dllp.baselines import find as find_baseline
 from dllp.baselines import run as baseline
 from dllp.baselines.run import FINETUNE_LR
@@ -27,6 +27,7 @@ from dllp.data.corruptions import parse
 from dllp.devices import environment, find_device
 from dllp.errors import DataError
 from dllp.posterior import Posterior
+from dllp.result import Result, Size
 from dllp.selection import select
 from dllp.slicing import cut
 from dllp.slicing import recipe as kept_channels

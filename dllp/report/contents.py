@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from dllp import artifacts, examples, reading
-from dllp.api import Size
 from dllp.errors import ArtifactError
 from dllp.evaluate import CLEAN, DENSE, TOGETHER, Row
 from dllp.examples import Examples
 from dllp.report.gallery import Picture
 from dllp.report.names import plain
 from dllp.report.records import records
+from dllp.result import Size
 from dllp.speed import LayerTime
 from dllp.speed import Row as SpeedRow
 from dllp.train import EpochRecord

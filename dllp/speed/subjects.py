@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from dllp.api import Result
 from dllp.errors import ConfigError
 from dllp.export import inputs
+from dllp.result import Result
 from dllp.speed.rows import DENSE, PRUNED, Subject
 from dllp.structure import discover
 from dllp.widths import kept_units, padded, rounded

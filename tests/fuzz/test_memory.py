@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from bombs import MB, SLACK
-from commands import ENVIRONMENT
+
+from tests.commands import ENVIRONMENT
 
 WHOLE = ("64 MB of tensors", "64 MB of images", "64 MB of numbers")
 

@@ -1,0 +1,34 @@
+"""One line for every mistake, in the user's words."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+
+from dllp.options.commands import COMMANDS
+
+_KINDS = {"<class 'int'>": "a whole number", "<class 'float'>": "a number", "<class 'str'>": "text"}
+
+
+def plain(message: str) -> str:
+    """A parser's message as one line in the user's words."""
+    unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+    if unknown:
+        options = [flag for parser, _ in COMMANDS.values() for flag in parser()._option_string_actions]
+        return f"unknown option {unknown[1]}{near(unknown[1], options)}"
+    key = re.match(r'Parser key "(\w+)"(?: element \d+)?:', message)
+    if not key:
+        message = re.sub(r"(evaluate|analyze|report|export|speed)\.folders?", "the run folder", message)
+        return message.replace("bench.name", "the table's name").replace("export.out", "--out FILE")
+    kinds: list[str] = re.findall(r"Expected an? (typing\.Literal\[.*?\]|<class '\w+'>)", message)
+    words = [_KINDS.get(kind) or kind.removeprefix("typing.Literal").strip("[]").replace("'", "") for kind in kinds]
+    wanted = [word for word in words if not word.startswith("<")]
+    value = re.search(r"(?:Got|Given) value: (.*)\Z", message)
+    return f"{key[1]} = {value[1] if value else '?'}: expected {' or '.join(dict.fromkeys(wanted))}"
+
+
+def near(name: str, known: Sequence[str]) -> str:
+    """What ends a message about an unknown name: the known one that it may have been meant for, or where all are."""
+    found = difflib.get_close_matches(name, known, n=1)
+    return f": did you mean {found[0]}?" if found else ": see dllp prune --help"
