@@ -104,7 +104,7 @@ def test_the_multiplier_holds_the_network_up() -> None:
     """A prior that would prune everything: the two-sided multiplier goes negative and the target is kept."""
     config = quick(
         granularity="weight", beta=4.0, epsilon=300.0, gate_logit=1.0, epochs=30, keep_flops=0.6, lr=0.005,
-        lr_gates=0.1, discrete_at=0.8, ramp_until=0.4, dual_step=0.1,
+        lr_gates=0.1, discrete_at=0.8, ramp_until=0.4, dual_step=0.1, gap_penalty=10.0,
     )  # fmt: skip
     costs: list[float] = []
 
