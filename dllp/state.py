@@ -17,6 +17,8 @@ from dllp.train import EpochRecord, Trainer
 
 FREE = ("device", "engine", "on_nan", "parallel")
 """Fields of Config that a run may change when it goes on."""
+SMALL = 2**16
+"""Numbers up to which a tensor is packed with others of its kind."""
 State = tuple[dict[str, Tensor], dict[str, Any]]
 
 
@@ -25,12 +27,9 @@ def snapshot(trainer: Trainer) -> State:
 
     The same whatever processes hold the particles; all of them take it together.
     """
-    tensors = {name: value.detach().cpu().clone() for name, value in _tensors(trainer)}
+    tensors = _copies(_changing(trainer))
     if trainer.belief.keep is not None:
         tensors["keep"] = trainer.belief.keep.cpu().to(torch.uint8)
-    for k, value in enumerate(trainer.belief.learned):
-        for key, moment in trainer.belief.adam.state.get(value, {}).items():
-            tensors[f"adam/{k}/{key}"] = moment.detach().cpu().clone()
     tensors["random/gates"] = trainer.belief.generator.get_state()
     tensors["random/cpu"] = torch.get_rng_state()
     if trainer.particles.device.type == "cuda":
@@ -45,6 +44,20 @@ def snapshot(trainer: Trainer) -> State:
         "history": [asdict(record) for record in trainer.history],
     }
     return tensors, values
+
+
+def unsound(trainer: Trainer) -> str:
+    """Where in a snapshot a number broke; empty where all are sound, which one look at the device tells."""
+    numbers = {name: value for name, value in _changing(trainer).items() if value.is_floating_point()}
+    # buffers may hold infinities on purpose (masks)
+    strict = {name: value for name, value in numbers.items() if "/" not in name}
+    rest = {name: value for name, value in numbers.items() if name not in strict}
+    flags = [value.isfinite().all() for value in strict.values()]
+    flags += [~torch.cat([rest[name].reshape(-1) for name in names]).isnan().any() for names in _packs(rest)]
+    if bool(torch.stack([flag.to(trainer.particles.device) for flag in flags]).all()):
+        return ""
+    broken = (n for n, v in numbers.items() if bool((~v.isfinite() if n in strict else v.isnan()).any()))
+    return f"NaN or infinity in {next(broken)}"
 
 
 def restore(trainer: Trainer, state: State) -> None:
@@ -123,6 +136,36 @@ def _tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
         yield from ((f"full/{i}/{name}", buffer) for name, buffer in network.named_buffers())
     for i, part in zip(trainer.place.own, particles.sliced, strict=False):
         yield from ((f"small/{i}/{name}", buffer) for name, buffer in part.network.named_buffers())
+
+
+def _changing(trainer: Trainer) -> dict[str, Tensor]:
+    """What is copied, where it lies: the tensors above and Adam's moments."""
+    found = dict(_tensors(trainer))
+    for k, value in enumerate(trainer.belief.learned):
+        for key, moment in trainer.belief.adam.state.get(value, {}).items():
+            found[f"adam/{k}/{key}"] = moment
+    return {name: value.detach() for name, value in found.items()}
+
+
+def _packs(tensors: dict[str, Tensor]) -> list[list[str]]:
+    """Names of tensors that are handled together: small ones of a kind, each large one alone."""
+    packs: dict[Any, list[str]] = {}
+    for name, value in tensors.items():
+        packs.setdefault((value.device, value.dtype) if value.numel() <= SMALL else name, []).append(name)
+    return list(packs.values())
+
+
+def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU; hundreds of small tensors leave a device in one transfer."""
+    copies: dict[str, Tensor] = {}
+    for names in _packs(tensors):
+        values = [tensors[name] for name in names]
+        if len(values) == 1:
+            copies[names[0]] = values[0].to("cpu", copy=True)
+            continue
+        parts = torch.cat([value.reshape(-1) for value in values]).cpu().split([value.numel() for value in values])
+        copies |= {name: part.view(value.shape) for name, part, value in zip(names, parts, values, strict=True)}
+    return copies
 
 
 def _axis(name: str) -> int | None:
