@@ -77,6 +77,10 @@ examples:
       what would be run, and what is finished
   dllp bench table2 --shard 1/2 & dllp bench table2 --shard 2/2; wait
       two processes share the work
+  dllp bench table2 --launcher local --workers 4
+      four processes that take the next job when they are free
+  dllp bench table2 --launcher ray --address head:6379
+      the nodes of a Ray cluster, a GPU for each job; jobs of a lost node go to others; pip install 'dllp[ray]'
   dllp bench figure3; dllp bench figure4; dllp bench reliability
       what pruned networks doubt; runs that another bench has finished are taken over
   dllp bench table1 --validation 5000 --epochs 20 --rows dllp-channel-55 --seeds 0
@@ -333,6 +337,13 @@ def _bench() -> ArgumentParser:
     text = "Training images to hold out and evaluate on instead of the test set, in a folder of its own."
     parser.add_argument("--validation", type=int, metavar="N", help=text)
     parser.add_argument("--shard", type=str, metavar="I/N", help="Run the I-th of N shares of the jobs.")
+    text = "Where jobs run: worker processes of this machine, or a Ray cluster. (default: this process, one by one)"
+    parser.add_argument("--launcher", type=Literal["local", "ray"], metavar="local|ray", help=text)
+    text = "Jobs at once. (default: one for each CUDA device, or 2; on Ray as many as the cluster holds)"
+    parser.add_argument("--workers", type=int, metavar="N", help=text)
+    text = "Head of the Ray cluster: HOST:PORT, auto, or local. (default: $RAY_ADDRESS, or a Ray of its own)"
+    parser.add_argument("--address", type=str, metavar="TEXT", help=text)
+    parser.add_argument("--cpus", type=int, metavar="N", help="Processors for each job on Ray. (default: 1)")
     parser.add_argument("--list", action="store_true", help="Print the jobs and what is finished, and run nothing.")
     parser.add_argument("--summary-only", action="store_true", help="Write the table again, and run nothing.")
     parser.add_argument("--quiet", action="store_true", help="Print nothing but errors.")
