@@ -12,6 +12,7 @@ import torch
 
 from dllp import artifacts, evaluate, options, progress, pruning, reporting, shipping, studying
 from dllp.bench import command as bench
+from dllp.bench.launch import KEPT
 from dllp.data import ArrayData
 from dllp.data.corruptions import parse as parse_corruption
 from dllp.data.ood import find as find_outside
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         {"prune": pruning.prune, "evaluate": _evaluate, "bench": _bench, **STUDYING, **SHIPPING}[command](given)
         return 0
     except KeyboardInterrupt as error:
-        kept = "finished jobs are kept, the same command goes on" if command == "bench" else "nothing was written"
+        kept = KEPT if command == "bench" else "nothing was written"
         return _complain(f"interrupted, {_notes(error) or kept}", 130)
     except Interrupted as error:
         code = 128 + error.signal

@@ -49,6 +49,10 @@ class RankError(DllpError):
     """A process of a run on several is lost, or does not fit the others."""
 
 
+class WorkerError(DllpError):
+    """A worker of a bench was lost, cannot take part, or broke down over a job."""
+
+
 class Interrupted(BaseException):
     """A run was asked to stop; it has written a checkpoint. `signal` is the number of the signal that asked.
 

@@ -14,11 +14,9 @@ import json
 import shlex
 import shutil
 import signal
-import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -26,6 +24,7 @@ from filelock import FileLock, Timeout
 from dllp import artifacts, boards, reading
 from dllp.errors import ArtifactError, Interrupted
 from dllp.sharing import AnyCheckpoints
+from dllp.signals import Stop
 from dllp.task import DENSE_FILE, SETTINGS
 from dllp.train import EpochRecord
 
@@ -214,7 +213,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
                 path.rmdir()
 
 
-class Signals(AbstractContextManager["Signals"]):
+class Signals(Stop):
     """SIGTERM and SIGINT end a run: at once outside of training, after the present step in it; a second one kills.
 
     Attributes:
@@ -222,19 +221,8 @@ class Signals(AbstractContextManager["Signals"]):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.training: AnyCheckpoints | None = None
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Signals:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                if signal.getsignal(number) != signal.SIG_IGN:  # as nohup and shells ask for
-                    self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
     def ignore(self) -> None:
         """The run ends by itself: a launcher that ends what is left of it must not cut its last words short."""
@@ -242,9 +230,7 @@ class Signals(AbstractContextManager["Signals"]):
             signal.signal(number, signal.SIG_IGN)
         self._before = {}
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        for each in self._before:
-            signal.signal(each, signal.SIG_DFL)
+    def asked(self, number: int) -> None:
         if self.training is None:
             raise Interrupted(number)
         self.training.stop(number)

@@ -6,20 +6,22 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from dllp.bench.command import execute
+from dllp.bench.command import LAUNCHERS, execute
+from dllp.bench.launch import KEPT
 from dllp.bench.tables import TABLES
-from dllp.errors import DllpError
+from dllp.errors import DllpError, Interrupted
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run one bench; returns 0, or 2 with one line on standard error."""
+    """Run one bench; returns 0, or with one line on standard error 2, or 130 and 143 after a signal to a launcher."""
     parser = argparse.ArgumentParser(prog="python -m dllp.bench", argument_default=argparse.SUPPRESS)
     parser.add_argument("name", help=", ".join(TABLES))
     parser.add_argument("--seeds", type=int, nargs="+")
     parser.add_argument("--rows", nargs="+")
-    for name in ("--out", "--data-root", "--device", "--precision", "--shard"):
+    for name in ("--out", "--data-root", "--device", "--precision", "--shard", "--address"):
         parser.add_argument(name)
-    for name in ("--epochs", "--validation"):
+    parser.add_argument("--launcher", choices=tuple(LAUNCHERS))
+    for name in ("--epochs", "--validation", "--workers", "--cpus"):
         parser.add_argument(name, type=int)
     for name in ("--list", "--summary-only", "--quiet"):
         parser.add_argument(name, action="store_true")
@@ -28,6 +30,9 @@ def main(words: Sequence[str] | None = None) -> int:
     except DllpError as error:
         print("dllp:", " ".join(f"error: {error}".split()), file=sys.stderr)
         return 2
+    except Interrupted as error:
+        print(f"dllp: interrupted, {KEPT}", file=sys.stderr)
+        return 128 + error.signal
     return 0
 
 

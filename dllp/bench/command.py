@@ -7,21 +7,29 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from dllp.bench import run, tables
+from dllp.bench import cluster, run, tables
 from dllp.bench.jobs import Runner
+from dllp.bench.launch import Spread
+from dllp.bench.processes import Processes
 from dllp.bench.store import Store
-from dllp.data import load
+from dllp.bench.worker import Settings
+from dllp.data import load, names
 from dllp.data.download import Progress
 from dllp.devices import find_device
 from dllp.errors import ConfigError
 from dllp.train import EpochRecord, Trainer
 
 RESULTS = "results"
+LAUNCHERS = {"local": ("workers",), "ray": ("workers", "address", "cpus")}
+"""Where jobs run besides this process, with the options of each."""
+Download = Callable[[], AbstractContextManager[Progress | None]]
 
 
 class Shown(Protocol):
@@ -53,7 +61,7 @@ class Nothing(AbstractContextManager["Nothing"]):
 def execute(
     given: Mapping[str, Any],
     *,
-    download: Callable[[], AbstractContextManager[Progress | None]] = nullcontext,
+    download: Download = nullcontext,
     reporter: Callable[[], AbstractContextManager[Shown]] = Nothing,
 ) -> None:
     """One call of the command.
@@ -62,6 +70,7 @@ def execute(
         given: Its options by name, only those that the user gave.
         download, reporter: Open what shows a download, and what shows trainings.
     """
+    check_launcher(given)
     table, quiet = tables.table(given["name"]), given.get("quiet", False)
     variant = tables.Variant(given.get("epochs"), given.get("validation", 0))
     share = shard(given.get("shard", "1/1"))
@@ -77,7 +86,11 @@ def execute(
         store.adopt([planned.job.digest for planned in plan])
         finished = store.digests()
         if not given.get("summary_only") and any(planned.job.digest not in finished for planned in plan):
-            _run(plan, store, table.data, given, share[1], download, reporter)
+            work = _Work(plan, store, table.data, given, share[1])
+            if "launcher" in given:
+                work.elsewhere(download)
+            else:
+                work.here(download, reporter)
     finally:
         summary = run.write_summary(table, store, variant)
     if not quiet and summary is not None:
@@ -85,33 +98,87 @@ def execute(
         print(f"results: {store.folder}")
 
 
-def _run(
-    plan: Sequence[tables.Planned],
-    store: Store,
-    name: str,
-    given: Mapping[str, Any],
-    processes: int,
-    download: Callable[[], AbstractContextManager[Progress | None]],
-    reporter: Callable[[], AbstractContextManager[Shown]],
-) -> None:
-    device = find_device(given.get("device", "auto"))
-    precision = given.get("precision", "bfloat16" if device.type == "cuda" else "float32")
-    with download() as bar:
-        data = load(name, root=given.get("data_root"), progress=bar)
-    words = [word for option, value in given.items() if option != "name" for word in _words(option, value)]
-    note = {"command": shlex.join(["dllp", "bench", given["name"], *words]), "processes": processes}
-    with reporter() as shown:
-        runner = Runner(data, on_epoch=shown.epoch, on_step=shown.step, device=str(device), precision=precision)
+@dataclass(frozen=True)
+class _Work:
+    """The jobs of one call on one data set; `shards` processes share them."""
 
-        def begin(planned: tables.Planned) -> None:
-            config = runner.config(planned.job)
-            shown.begin(run.describe(planned), config.epochs, config.keep_params or config.keep_flops)
+    plan: Sequence[tables.Planned]
+    store: Store
+    data: str
+    given: Mapping[str, Any]
+    shards: int
+
+    def here(self, download: Download, reporter: Callable[[], AbstractContextManager[Shown]]) -> None:
+        """One job after another in this process."""
+        device = find_device(self.given.get("device", "auto"))
+        with download() as bar:
+            data = load(self.data, root=self.given.get("data_root"), progress=bar)
+        with reporter() as shown:
+            machine = {"device": str(device), "precision": self._precision(device.type)}
+            runner = Runner(data, on_epoch=shown.epoch, on_step=shown.step, **machine)
+
+            def begin(planned: tables.Planned) -> None:
+                config = runner.config(planned.job)
+                shown.begin(run.describe(planned), config.epochs, config.keep_params or config.keep_flops)
+
+            run.finish(self.plan, self._book(1), runner, begin=begin)
+
+    def elsewhere(self, download: Download) -> None:
+        """In processes of this machine, or on a cluster."""
+        count = self.given.get("workers")
+        if self.given["launcher"] == "ray":
+            with cluster.connected(self.given.get("address")):
+                settings = self._settings(cluster.device(self.given.get("device", "auto")))
+                self._spread(cluster.Cluster(settings, self.given.get("cpus", 1), count))
+            return
+        device = find_device(self.given.get("device", "auto"))
+        with download() as bar:  # one download for all, and mistakes are told before a process starts
+            load(self.data, root=self.given.get("data_root"), progress=bar)
+        self._spread(Processes(self._settings(str(device)), count))
+
+    def _spread(self, pool: Processes | cluster.Cluster) -> None:
+        def tell(text: str) -> None:
+            if not self.given.get("quiet"):
+                print(f"dllp: {text}", file=sys.stderr, flush=True)
+
+        Spread(self.plan, pool, self._book(pool.sharing), tell).run()
+
+    def _settings(self, device: str) -> Settings:
+        """Places as seen from anywhere: workers may start in another folder."""
+        data, root = self.data, self.given.get("data_root")
+        data = data if data in names() else _absolute(data)
+        return Settings(data, root and _absolute(root), device, self._precision(device), threads=1)
+
+    def _precision(self, device: str) -> str:
+        return self.given.get("precision", "bfloat16" if device.startswith("cuda") else "float32")
+
+    def _book(self, sharing: int) -> run.Book:
+        given = self.given
+        words = [word for option, value in given.items() if option != "name" for word in _words(option, value)]
+        note = {"command": shlex.join(["dllp", "bench", given["name"], *words]), "processes": self.shards * sharing}
 
         def done(planned: tables.Planned, line: dict[str, Any]) -> None:
             if not given.get("quiet"):
                 print(f"{run.describe(planned)}: {run.figures(line)}", flush=True)
 
-        run.finish(plan, store, runner, note=note, begin=begin, done=done)
+        return run.Book(self.store, note, done)
+
+
+def check_launcher(given: Mapping[str, Any]) -> None:
+    """Raise where the options of a launcher do not fit it, or it is not installed."""
+    launcher = given.get("launcher")
+    for option in ("workers", "address", "cpus"):
+        if option in given and option not in LAUNCHERS.get(launcher or "", ()):
+            able = " or ".join(f"--launcher {name}" for name, options in LAUNCHERS.items() if option in options)
+            raise ConfigError(f"--{option} needs {able}")
+        if option != "address" and given.get(option, 1) < 1:
+            raise ConfigError(f"{option} = {given[option]}: at least 1 is needed")
+    if launcher == "ray":
+        cluster.require()
+
+
+def _absolute(path: str) -> str:
+    return path if path.startswith("~") else str(Path(path).absolute())
 
 
 def shard(text: str) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dllp import artifacts
 from dllp.bench import densities, doubt, pictures, reliability
-from dllp.bench.jobs import Runner
+from dllp.bench.jobs import Outcome, Runner
 from dllp.bench.store import LABELS, Store
 from dllp.bench.summary import check, markdown, summarise
 from dllp.bench.tables import Planned, Table, Variant
@@ -37,40 +37,67 @@ def folder_of(out: Path, table: Table, variant: Variant) -> Path:
     return out / f"{table.name}{variant.suffix}"
 
 
-def finish(
-    plan: Sequence[Planned],
-    store: Store,
-    runner: Runner,
-    *,
-    note: Mapping[str, Any] | None = None,
-    begin: Callable[[Planned], None] = lambda planned: None,
-    done: Callable[[Planned, dict[str, Any]], None] = lambda planned, line: None,
-) -> None:
-    """Run the jobs that are not yet in the store; one that fails is reported after all others have run.
+class Book:
+    """Writes down what is finished, and remembers what failed.
 
     Args:
+        store: Where results lie; others may add to it meanwhile.
         note: What every line is to say besides, for example the command.
-        begin, done: Called before a job is run, and with its line after it was stored.
+        done: Called with a job's line after it was stored.
     """
-    failures: list[tuple[Planned, DllpError]] = []
+
+    def __init__(
+        self,
+        store: Store,
+        note: Mapping[str, Any] | None = None,
+        done: Callable[[Planned, dict[str, Any]], None] = lambda planned, line: None,
+    ) -> None:
+        self.store, self.note, self.done = store, note or {}, done
+        self.failures: list[tuple[Planned, DllpError]] = []
+
+    def lacks(self, planned: Planned) -> bool:
+        """Whether the job is still to be run: another process may have finished it meanwhile."""
+        return planned.job.digest not in self.store.digests()
+
+    def keep(self, planned: Planned, outcome: Outcome) -> None:
+        """The job is finished."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        line = {"row": planned.row.name, **outcome.line, "date": now, **self.note}
+        keep = planned.row.keep_probabilities and not planned.job.validation
+        if self.store.add(line, {**outcome.probabilities, LABELS: outcome.labels} if keep else None):
+            self.done(planned, line)
+
+    def failed(self, planned: Planned, error: DllpError) -> None:
+        """The job will not be finished."""
+        self.failures.append((planned, error))
+
+    def close(self) -> None:
+        """Raise what failed, after all other jobs have run."""
+        if self.failures:
+            (planned, error), more = self.failures[0], len(self.failures) - 1
+            others = f" ({more} more failed)" if more else ""
+            raise type(error)(f"{planned.row.name}, seed {planned.job.seed}: {error}{others}")
+
+
+def finish(
+    plan: Sequence[Planned],
+    book: Book,
+    runner: Runner,
+    *,
+    begin: Callable[[Planned], None] = lambda planned: None,
+) -> None:
+    """Run the jobs that are not yet finished, one after another; `begin` is called before each."""
     for planned in plan:
-        if planned.job.digest in store.digests():  # another process may have finished it meanwhile
+        if not book.lacks(planned):
             continue
         begin(planned)
         try:
             outcome = runner.run(planned.job)
         except DllpError as error:
-            failures.append((planned, error))
+            book.failed(planned, error)
             continue
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        line = {"row": planned.row.name, **outcome.line, "date": now, **(note or {})}
-        keep = planned.row.keep_probabilities and not planned.job.validation
-        store.add(line, {**outcome.probabilities, LABELS: outcome.labels} if keep else None)
-        done(planned, line)
-    if failures:
-        (planned, error), more = failures[0], len(failures) - 1
-        others = f" ({more} more failed)" if more else ""
-        raise type(error)(f"{planned.row.name}, seed {planned.job.seed}: {error}{others}")
+        book.keep(planned, outcome)
+    book.close()
 
 
 def describe(planned: Planned) -> str:

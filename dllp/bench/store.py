@@ -74,24 +74,28 @@ class Store:
                 if line["digest"] in missing and source._arrays(line["digest"]).exists():
                     self.add(line | {"from": source.folder.name})
 
-    def add(self, line: Mapping[str, Any], probabilities: Mapping[str, np.ndarray] | None = None) -> None:
+    def add(self, line: Mapping[str, Any], probabilities: Mapping[str, np.ndarray] | None = None) -> bool:
         """A job is finished. Its probabilities are stored first: the line says that everything is there.
+
+        Returns False, and leaves everything as it is, where another process has finished the same job meanwhile.
 
         Args:
             line: Plain values with the job's `digest`; numbers that are not finite become null.
             probabilities: (n, B, C) by version of the test set, and `labels` (B,).
         """
-        if probabilities:
-            artifacts.write_bytes(self._arrays(line["digest"]), pack(probabilities))
+        place, arrays = self._arrays(line["digest"]), pack(probabilities) if probabilities else None
         text = json.dumps(_finite(line), allow_nan=False, separators=(",", ":")).encode() + b"\n"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.runs, "a+b") as file, _locked(file):
                 if _mend(file, line["digest"]):
-                    return
+                    return False
+                if arrays is not None:  # in here, so that line and arrays are always of the same run
+                    artifacts.write_bytes(place, arrays)
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
+                return True
         except OSError as error:
             raise ArtifactError(f"cannot write {self.runs}: {error.strerror}; free some space and go on") from None
 

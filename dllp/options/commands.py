@@ -149,6 +149,13 @@ def bench() -> ArgumentParser:
     text = "Training images to hold out and evaluate on instead of the test set, in a folder of its own."
     parser.add_argument("--validation", type=int, metavar="N", help=text)
     parser.add_argument("--shard", type=str, metavar="I/N", help="Run the I-th of N shares of the jobs.")
+    text = "Where jobs run: worker processes of this machine, or a Ray cluster. (default: this process, one by one)"
+    parser.add_argument("--launcher", type=Literal["local", "ray"], metavar="local|ray", help=text)
+    text = "Jobs at once. (default: one for each CUDA device, or 2; on Ray as many as the cluster holds)"
+    parser.add_argument("--workers", type=int, metavar="N", help=text)
+    text = "Head of the Ray cluster: HOST:PORT, auto, or local. (default: $RAY_ADDRESS, or a Ray of its own)"
+    parser.add_argument("--address", type=str, metavar="TEXT", help=text)
+    parser.add_argument("--cpus", type=int, metavar="N", help="Processors for each job on Ray. (default: 1)")
     parser.add_argument("--list", action="store_true", help="Print the jobs and what is finished, and run nothing.")
     parser.add_argument("--summary-only", action="store_true", help="Write the table again, and run nothing.")
     _quiet(parser)

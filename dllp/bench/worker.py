@@ -1,0 +1,97 @@
+"""What a worker does, in a process or on a cluster: it loads the data itself and answers jobs, one by one."""
+
+from __future__ import annotations
+
+import platform
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dllp.bench.jobs import Job, Outcome, Runner
+from dllp.data import load
+from dllp.devices import find_device
+from dllp.errors import DllpError, WorkerError
+from dllp.version import __version__
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a worker must know; all of it is small and travels well.
+
+    Args:
+        data, root: As for :func:`dllp.data.load`.
+        device, precision: Where and how it computes.
+        threads: Of the processor, for this worker.
+        version: Of whoever hands out the jobs.
+    """
+
+    data: str
+    root: str | None
+    device: str
+    precision: str
+    threads: int
+    version: str = __version__
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The job cannot be done; `trace` tells where in the code, if nobody foresaw it."""
+
+    error: DllpError
+    trace: str = ""
+
+    @property
+    def broken(self) -> bool:
+        """Whether the worker should do nothing more: a device may be unusable after such an error."""
+        return isinstance(self.error, WorkerError)
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """The worker cannot do any job where it is, for example without the data."""
+
+    error: DllpError
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The worker is no more; nobody knows how far it came."""
+
+    reason: str
+
+
+Answer = Outcome | Failed | Unfit | Lost
+
+
+class Worker:
+    """Runs jobs where it was started; dense networks stay at hand for the jobs that start from them."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.runner: Runner | None = None
+
+    def answer(self, job: Job) -> Answer:
+        """Run one job; nothing is raised, so that every error reaches whoever asked in the same way."""
+        try:
+            if self.runner is None:
+                self.runner = self._prepare()
+        except (DllpError, OSError) as error:
+            return Unfit(WorkerError(f"the worker on {platform.node()}: {error}"))
+        try:
+            return self.runner.run(job)
+        except DllpError as error:
+            return Failed(error)
+        except (torch.OutOfMemoryError, MemoryError):
+            return Failed(WorkerError("out of memory: let fewer workers share the machine"))
+        except Exception as error:  # the others go on; this one is told with its trace
+            return Failed(WorkerError(f"{type(error).__name__}: {error}"), traceback.format_exc())
+
+    def _prepare(self) -> Runner:
+        own = self.settings
+        if own.version != __version__:
+            raise WorkerError(f"it has dllp {__version__}, not {own.version}: install the same version everywhere")
+        torch.set_num_threads(own.threads)
+        machine: dict[str, Any] = {"device": str(find_device(own.device)), "precision": own.precision}
+        return Runner(load(own.data, root=own.root), **machine)
