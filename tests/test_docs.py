@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -175,3 +176,19 @@ def test_the_site_builds_and_fetches_nothing(tmp_path: Path) -> None:
         html = page.read_text(encoding="utf-8")
         loaded = re.findall(r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=\"?(https?:)?//", html)
         assert not loaded, page.name
+
+
+@pytest.mark.parametrize(("table", "name"), [("table1", "ResNet-56"), ("table2", "VGG-16")])
+def test_the_readme_says_what_was_measured(table: str, name: str) -> None:
+    """Every figure of its line on CIFAR-10 is that of the summary."""
+    dense, pruned = json.loads((ROOT / "results" / table / "summary.json").read_text())["rows"][:2]
+    assert (dense["method"], pruned["method"], pruned["granularity"]) == ("dense", "dllp", "channel")
+    cells = [
+        name,
+        f"{pruned['flops_removed_mean']:.1f}%",
+        *(f"{row['acc_mean']:.2f} ± {row['acc_std']:.2f}" for row in (dense, pruned)),
+        f"{pruned['ensemble_acc_mean']:.2f}",
+        f"{dense['nll_mean']:.3f}, {pruned['nll_mean']:.3f}, {pruned['ensemble_nll_mean']:.3f}",
+        f"{dense['ece_mean']:.2f}, {pruned['ece_mean']:.2f}, {pruned['ensemble_ece_mean']:.2f}",
+    ]
+    assert "| " + " | ".join(cells) + " |" in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()

@@ -85,6 +85,9 @@ def torch_rows(
 
 def _cuda_peak(network: nn.Module, x: Tensor) -> int:
     """Bytes of weights and activations at their highest, the input not counted."""
+    network.to(x.device)
+    with torch.inference_mode():
+        network(x)  # libraries keep working memory from their first call on
     network.cpu()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
