@@ -26,6 +26,7 @@ class Capture:
         self.state = "eager"
         self.graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self.seen: dict[Any, int] = {}
+        self.side: torch.cuda.Stream | None = None
 
     def reset(self) -> None:
         """Forget every graph: the networks have changed shape."""
@@ -60,12 +61,15 @@ class Capture:
         graph.replay()
 
     def _on_side_stream(self, x: Tensor, y: Tensor) -> None:
-        """Warm-up steps run where the capture will: autograd remembers the stream a parameter was first used on."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        """Warm-up steps run where the capture will: autograd remembers the stream a parameter was first used on.
+
+        All on the same one, because memory that was freed on a stream serves that stream only.
+        """
+        self.side = self.side or torch.cuda.Stream()
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
             self.step(x, y)
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self.side)
 
     def _capture(self, key: Any, x: Tensor, y: Tensor) -> bool:
         graph, static_x, static_y = torch.cuda.CUDAGraph(), x.clone(), y.clone()

@@ -61,10 +61,12 @@ class Step:
         self.healthy = torch.ones((), dtype=torch.bool, device=device)
         self.statistics = torch.zeros(2, len(rows), device=device, dtype=torch.float64)  # sums of loss and of hits
         lengths = {"module": particles.layout.blocks, "all": None, "coordinate": "coordinate"}[config.blocks]
+        lengths = lengths if gating is not None else None  # particles without gates do not interact
         self.blocks = stein.block_index(lengths, device) if isinstance(lengths, list) else lengths
-        self.learnable = particles.layout.learnable(particles.networks[0]).to(rows)
-        self.moving = self.learnable.expand(len(rows), -1)  # (n, P): 0 where a weight stands still
-        self.decay = self._decay()
+        # masks of P or n P are kept in bytes: they are read in every step beside the weights themselves
+        self.learnable = particles.layout.learnable(particles.networks[0]).to(device)
+        self.moving = self.learnable.expand(len(rows), -1)  # (n, P): False where a weight stands still
+        self.decayed = self._decayed()
         self.streams = [torch.cuda.Stream(device) for _ in rows] if device.type == "cuda" and len(rows) > 1 else []
         # its inputs never change shape, so it is compiled once
         self.update = torch.compile(update_rows, dynamic=False) if device.type == "cuda" else update_rows
@@ -104,12 +106,12 @@ class Step:
         self.lr, self.tau, self.ramp = lr, tau, ramp
         self.knobs.copy_(torch.tensor([lr, tau, ramp], dtype=self.knobs.dtype), non_blocking=True)
 
-    def _decay(self) -> Tensor:
-        """(P,) weight decay where no prior acts: each weight has exactly one shrinkage in each phase (Section 2)."""
-        decay = torch.full_like(self.particles.rows[0], self.config.weight_decay or 0.0)
+    def _decayed(self) -> Tensor:
+        """(P,) bool: weight decay acts where no prior does; each weight has one shrinkage in each phase (Section 2)."""
+        decayed = torch.ones_like(self.learnable)
         if self.gating is not None and self.belief.keep is None:
-            decay[self.gating.scales.coordinates.flatten()] = 0
-        return decay
+            decayed[self.gating.scales.coordinates.flatten()] = False
+        return decayed
 
     # ---- from soft gates to discrete ones
 
@@ -123,9 +125,9 @@ class Step:
         self.belief.rest(keep)
         pairs = zip(particles.networks, keep, strict=True)
         moving = [gating.slab_coordinates(network, particles.layout, row) for network, row in pairs]
-        self.moving = torch.stack(moving).to(particles.rows) * self.learnable
+        self.moving = torch.stack(moving).to(particles.device) & self.learnable
         self.momentum *= self.moving
-        self.decay = self._decay()
+        self.decayed = self._decayed()
         if isinstance(gating, ChannelGating):
             self._slice(gating, keep)
 
@@ -288,8 +290,8 @@ class Step:
         elif self.gating is not None and len(rows) > 1:
             weights = self._pair_weights(rows)
         self.update(
-            rows, gradients, self.momentum, scores, prior, weights, index, self.decay, self.moving, self.knobs[0],
-            self.healthy, 0.0 if self.gating is None else c.beta, c.momentum,
+            rows, gradients, self.momentum, scores, prior, weights, index, self.decayed, self.moving, self.knobs[0],
+            self.healthy, c.weight_decay or 0.0, 0.0 if self.gating is None else c.beta, c.momentum,
         )  # fmt: skip
 
     def _pair_weights(self, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,8 @@ def score_of(gradients: Tensor, scores: Tensor | None, prior_scores: Tensor | No
 
 def update_rows(
     rows: Tensor, gradients: Tensor, momentum: Tensor, scores: Tensor | None, prior_scores: Tensor | None,
-    weights: tuple[Tensor, Tensor] | tuple[()], index: Tensor | None, decay: Tensor, moving: Tensor, lr: Tensor,
-    healthy: Tensor, beta: float, inertia: float,
+    weights: tuple[Tensor, Tensor] | tuple[()], index: Tensor | None, decayed: Tensor, moving: Tensor, lr: Tensor,
+    healthy: Tensor, decay: float, beta: float, inertia: float,
 ) -> None:  # fmt: skip
     """theta_i <- theta_i - lr (grad CE_i - beta phi_i) for (n, P) rows, with Nesterov momentum, in place.
 
@@ -27,13 +27,13 @@ def update_rows(
         prior_scores: Of the prior; None once the gates are discrete.
         weights: Of :func:`dllp.stein.pair_weights`; empty where particles do not interact.
         index: (P,) block of every column.
-        decay: (P,) weight decay.
-        moving: (n, P), 0 where a weight stands still.
+        decayed: (P,) bool, where weight decay acts.
+        moving: (n, P) bool, False where a weight stands still.
         healthy: () bool; False changes nothing, so that a broken number cannot spread.
     """
     score = score_of(gradients, scores, prior_scores, moving)
     phi = stein.combine(rows, score, *weights, index) if weights else score
-    step = (gradients - beta * phi + decay * rows) * moving
+    step = (gradients - beta * phi + decay * (decayed * rows)) * moving
     velocity = inertia * momentum + step
     rows.copy_(torch.where(healthy, rows - lr * (step + inertia * velocity), rows))
     momentum.copy_(torch.where(healthy, velocity, momentum))

@@ -191,16 +191,18 @@ def test_frozen_parameters_stay(granularity: str) -> None:
 
 def test_update_without_stein_is_nesterov_sgd() -> None:
     """beta = 0: one call on the matrix is torch's own optimiser on each row."""
-    rows, decay, lr = torch.randn(2, 40, dtype=torch.float64), torch.rand(40, dtype=torch.float64), 0.3
-    momentum, ones = torch.zeros_like(rows), torch.ones_like(rows)
+    rows, decayed, lr = torch.randn(2, 40, dtype=torch.float64), torch.arange(40) % 3 > 0, 0.3
+    momentum, moving = torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)
     free = rows.clone().requires_grad_()
     optimiser = torch.optim.SGD([free], lr=lr, momentum=0.8, nesterov=True)
     for _ in range(4):
         gradient = torch.randn_like(rows)
-        free.grad = gradient + decay * free.detach()
+        free.grad = gradient + 0.7 * (decayed * free.detach())
         optimiser.step()
-        rate = torch.tensor(lr, dtype=torch.float64)
-        update_rows(rows, gradient, momentum, None, None, (), None, decay, ones, rate, torch.tensor(True), 0.0, 0.8)
+        rate, healthy = torch.tensor(lr, dtype=torch.float64), torch.tensor(True)
+        update_rows(
+            rows, gradient, momentum, None, None, (), None, decayed, moving, rate, healthy, 0.7, 0.0, inertia=0.8
+        )  # fmt: skip
     torch.testing.assert_close(rows, free.detach(), rtol=1e-12, atol=1e-12)
 
 
