@@ -77,6 +77,8 @@ examples:
       what would be run, and what is finished
   dllp bench table2 --shard 1/2 & dllp bench table2 --shard 2/2; wait
       two processes share the work
+  dllp bench table3 --data imagenet --image-size 224 --out results-imagenet
+      ResNet-50 on a folder of your own, train/<class>/*.jpg and val/<class>/*.jpg, streamed where it is large
   dllp bench figure3; dllp bench figure4; dllp bench reliability
       what pruned networks doubt; runs that another bench has finished are taken over
   dllp bench table1 --validation 5000 --epochs 20 --rows dllp-channel-55 --seeds 0
@@ -325,7 +327,9 @@ def _bench() -> ArgumentParser:
     parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="Seeds, instead of each row's own.")
     parser.add_argument("--rows", type=str, nargs="+", metavar="ROW", help="Rows to run, by name or pattern.")
     parser.add_argument("--out", type=str, default=RESULTS, metavar="DIR", help="Folder of all results.")
-    _add_fields(parser, Task, ("data_root",))
+    text = "Folder of images for table3: class folders or tar shards, of any size."
+    parser.add_argument("--data", type=str, metavar="FOLDER", help=text)
+    _add_fields(parser, Task, ("data_root", "image_size", "workers"))
     _add_fields(parser, Config, ("device",))
     text = "float32, or bfloat16 with float32 master weights. (default: bfloat16 on CUDA)"
     parser.add_argument("--precision", type=Literal["float32", "bfloat16"], metavar="float32|bfloat16", help=text)

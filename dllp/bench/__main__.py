@@ -17,9 +17,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("name", help=", ".join(TABLES))
     parser.add_argument("--seeds", type=int, nargs="+")
     parser.add_argument("--rows", nargs="+")
-    for name in ("--out", "--data-root", "--device", "--precision", "--shard"):
+    for name in ("--out", "--data", "--data-root", "--device", "--precision", "--shard"):
         parser.add_argument(name)
-    for name in ("--epochs", "--validation"):
+    for name in ("--epochs", "--validation", "--image-size", "--workers"):
         parser.add_argument(name, type=int)
     for name in ("--list", "--summary-only", "--quiet"):
         parser.add_argument(name, action="store_true")

@@ -77,7 +77,7 @@ def execute(
         store.adopt([planned.job.digest for planned in plan])
         finished = store.digests()
         if not given.get("summary_only") and any(planned.job.digest not in finished for planned in plan):
-            _run(plan, store, table.data, given, share[1], download, reporter)
+            _run(plan, store, data_of(table, given), given, share[1], download, reporter)
     finally:
         summary = run.write_summary(table, store, variant)
     if not quiet and summary is not None:
@@ -97,7 +97,8 @@ def _run(
     device = find_device(given.get("device", "auto"))
     precision = given.get("precision", "bfloat16" if device.type == "cuda" else "float32")
     with download() as bar:
-        data = load(name, root=given.get("data_root"), progress=bar)
+        options = {option: given[option] for option in ("image_size", "workers") if option in given}
+        data = load(name, root=given.get("data_root"), progress=bar, **options)
     words = [word for option, value in given.items() if option != "name" for word in _words(option, value)]
     note = {"command": shlex.join(["dllp", "bench", given["name"], *words]), "processes": processes}
     with reporter() as shown:
@@ -112,6 +113,15 @@ def _run(
                 print(f"{run.describe(planned)}: {run.figures(line)}", flush=True)
 
         run.finish(plan, store, runner, note=note, begin=begin, done=done)
+
+
+def data_of(table: tables.Table, given: Mapping[str, Any]) -> str:
+    """The data that a table is measured on: its own, or the folder that the user names."""
+    if table.data and "data" in given:
+        raise ConfigError(f"{table.name} is measured on {table.data}: leave out --data")
+    if not table.data and "data" not in given:
+        raise ConfigError(f"{table.name} needs --data FOLDER with train/<class>/ and val/<class>/, such as ImageNet's")
+    return table.data or given["data"]
 
 
 def shard(text: str) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from dllp import artifacts
 from dllp.bench import densities, doubt, pictures, reliability
 from dllp.bench.jobs import Runner
 from dllp.bench.store import LABELS, Store
-from dllp.bench.summary import check, markdown, summarise
+from dllp.bench.summary import check, data_text, is_data, markdown, summarise
 from dllp.bench.tables import Planned, Table, Variant
 from dllp.errors import ArtifactError, DllpError
 
@@ -52,6 +52,7 @@ def finish(
         note: What every line is to say besides, for example the command.
         begin, done: Called before a job is run, and with its line after it was stored.
     """
+    check_data(store, runner)
     failures: list[tuple[Planned, DllpError]] = []
     for planned in plan:
         if planned.job.digest in store.digests():  # another process may have finished it meanwhile
@@ -71,6 +72,17 @@ def finish(
         (planned, error), more = failures[0], len(failures) - 1
         others = f" ({more} more failed)" if more else ""
         raise type(error)(f"{planned.row.name}, seed {planned.job.seed}: {error}{others}")
+
+
+def check_data(store: Store, runner: Runner) -> None:
+    """Raise where finished runs saw other data than the runner has, whatever its folder is called."""
+    mine = {**runner.splits.described, "name": ""}
+    for line in store.lines():
+        if is_data(line.get("data")) and {**line["data"], "name": ""} != mine:
+            raise ArtifactError(
+                f"{store.runs} holds runs on other data ({data_text(line['data'])}) than "
+                f"{data_text(runner.splits.described)}: give another --out"
+            )
 
 
 def describe(planned: Planned) -> str:
