@@ -330,7 +330,7 @@ def _bench() -> ArgumentParser:
     text = "Folder of images for table3: class folders or tar shards, of any size."
     parser.add_argument("--data", type=str, metavar="FOLDER", help=text)
     _add_fields(parser, Task, ("data_root", "image_size", "workers"))
-    _add_fields(parser, Config, ("device",))
+    _add_fields(parser, Config, ("device", "recompute"))
     text = "float32, or bfloat16 with float32 master weights. (default: bfloat16 on CUDA)"
     parser.add_argument("--precision", type=Literal["float32", "bfloat16"], metavar="float32|bfloat16", help=text)
     parser.add_argument("--epochs", type=int, metavar="N", help="Epochs of a quick try, in a folder of its own.")

@@ -21,7 +21,7 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.add_argument(name)
     for name in ("--epochs", "--validation", "--image-size", "--workers"):
         parser.add_argument(name, type=int)
-    for name in ("--list", "--summary-only", "--quiet"):
+    for name in ("--list", "--summary-only", "--recompute", "--quiet"):
         parser.add_argument(name, action="store_true")
     try:
         execute(vars(parser.parse_args(words)))

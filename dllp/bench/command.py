@@ -102,7 +102,8 @@ def _run(
     words = [word for option, value in given.items() if option != "name" for word in _words(option, value)]
     note = {"command": shlex.join(["dllp", "bench", given["name"], *words]), "processes": processes}
     with reporter() as shown:
-        runner = Runner(data, on_epoch=shown.epoch, on_step=shown.step, device=str(device), precision=precision)
+        machine = {"device": str(device), "precision": precision, "recompute": given.get("recompute", False)}
+        runner = Runner(data, on_epoch=shown.epoch, on_step=shown.step, **machine)
 
         def begin(planned: tables.Planned) -> None:
             config = runner.config(planned.job)
