@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         told = error.told or (not command and number() > 0)  # all read the same command line
         return 2 if told else _complain("; ".join(filter(None, (f"error: {error}", _notes(error)))))
     except torch.OutOfMemoryError:
-        return _complain("error: out of memory: lower --batch-size or --particles")
+        return _complain(
+            "error: out of memory: give --recompute or --accumulate 4, or lower --batch-size or --particles"
+        )
     except MemoryError:
         return _complain("error: out of memory")
     except OSError as error:

@@ -31,6 +31,10 @@ class Config:
         particles: Number of networks n; 1 is a MAP estimate, 2 the paper's twin.
         epochs: Passes over the training data, in one run without fine-tuning.
         batch_size: Examples in a step; ignored where the data is a DataLoader.
+        accumulate: Parts of a batch that are computed one after the other, to save memory; their gradients add up to
+            that of the whole batch. Batch norm sees one part at a time.
+        recompute: Keep the inputs of a network's blocks only, and compute the rest again in the backward pass: less
+            memory for about a third more time, and the same numbers.
         seed: Fixes initialisation, data order and gate noise.
         init: `given` starts every particle at the network's own weights (jittered beyond the first),
             `fresh` re-initialises each independently.
@@ -85,6 +89,8 @@ class Config:
     particles: int = 2
     epochs: int = 60
     batch_size: int = 512
+    accumulate: int = 1
+    recompute: bool = False
     seed: int = 0
     init: Literal["given", "fresh"] = "given"
     jitter: float = 0.1
@@ -145,9 +151,11 @@ class Config:
                 raise ConfigError(f"{name} = {value} is outside (0, 1]: give the fraction to keep, for example 0.45")
         if self.keep_flops is not None and self.keep_params is not None:
             raise ConfigError("keep_flops and keep_params are both given: choose one budget")
-        for name in ("particles", "epochs", "batch_size", "round_to"):
+        for name in ("particles", "epochs", "batch_size", "accumulate", "round_to"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: at least 1 is needed")
+        if self.accumulate > self.batch_size:
+            raise ConfigError(f"accumulate = {self.accumulate}: a batch of {self.batch_size} has not so many parts")
         for name in ("lr", "lr_gates", "lr_scales", "slab", "tau_start", "tau_end", "prior_scale", "polarization"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} = {getattr(self, name)}: a positive number is needed")

@@ -27,6 +27,7 @@ class Capture:
         self.graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self.seen: dict[Any, int] = {}
         self.side: torch.cuda.Stream | None = None
+        self.phase = ""
 
     def reset(self) -> None:
         """Forget every graph: the networks have changed shape."""
@@ -48,6 +49,9 @@ class Capture:
     def _run(self, x: Tensor, y: Tensor, key: Any) -> None:
         if not self.enabled:
             return self.step(x, y)
+        if key != self.phase:  # no phase comes back, and a graph holds the memory of its whole step
+            self.phase = key
+            self.reset()
         key = (key, x.shape, x.dtype, y.shape)
         if key not in self.graphs:
             self.seen[key] = self.seen.get(key, 0) + 1

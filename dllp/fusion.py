@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import copy
 import operator
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+
+from dllp.recompute import is_chain
 
 TOLERANCE = 1e-3  # relative, in float32: sums are added in another order
 FEW = (8, 16)  # channels for which the direct convolution was measured to be faster (results/step)
@@ -26,31 +29,46 @@ def available() -> bool:
     return find_spec("triton") is not None
 
 
-def fuse(networks: list[nn.Module], example: Tensor) -> list[nn.Module]:
+def fuse(networks: list[nn.Module], example: Tensor, stages: Sequence[str] = ()) -> list[nn.Module]:
     """Modules with the same parameters and buffers (not copies) under the same names, or `networks` themselves.
 
     Args:
         networks: Copies of one network, in training mode; left as they are.
         example: A batch of inputs on which the first is compared.
+        stages: Modules by name that stay modules of their own, fused within; a plain chain of layers is left alone.
     """
-    fused = [rewrite(network) for network in networks]
+    if "" in stages:
+        return networks
+    fused = [rewrite(network, stages) for network in networks]
     if fused[0] is None or not agree(networks[0], fused[0], example):
         return networks
     return [new or old for new, old in zip(fused, networks, strict=True)]
 
 
-def rewrite(network: nn.Module) -> fx.GraphModule | None:
+class _Tracer(fx.Tracer):
+    """Does not look into stages."""
+
+    def __init__(self, stages: Sequence[str]) -> None:
+        super().__init__()
+        self.stages = frozenset(stages)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name in self.stages or super().is_leaf_module(m, module_qualified_name)
+
+
+def rewrite(network: nn.Module, stages: Sequence[str] = ()) -> fx.GraphModule | None:
     """The fused network, not yet verified; None where tracing fails or nothing is to be fused."""
     from dllp.directconv import DirectConv
     from dllp.fusednorm import FusedNorm
 
     try:
-        graph = fx.Tracer().trace(network)
+        graph = _Tracer(stages).trace(network)
     except Exception:  # whatever a stranger's forward does with a symbolic input
         return None
     modules = dict(network.named_modules())
     calls = [str(node.target) for node in graph.nodes if node.op == "call_module"]
-    replacements: dict[str, nn.Module] = {}
+    within = {name: rewrite(modules[name]) for name in stages if not is_chain(modules[name])}
+    replacements: dict[str, nn.Module] = {name: module for name, module in within.items() if module is not None}
     for node in list(graph.nodes):
         module = modules.get(str(node.target)) if node.op == "call_module" else None
         if calls.count(str(node.target)) > 1:

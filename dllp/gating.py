@@ -243,7 +243,7 @@ def channel_scales(
     model: nn.Module, structure: Structure, layout: Layout, device: torch.device, *, norms: bool = True
 ) -> Scales:
     """RMS of each unit's normalisation scales; of its filters where none reads it, or `norms` is False."""
-    modules = dict(model.named_modules())
+    modules, everywhere = dict(model.named_modules()), torch.arange(layout.size)
     units, coordinates = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
     for group, part in zip(structure.groups, structure.slices, strict=True):
         outputs = [s for s in group.slices if s.side == "out" and f"{s.module}.weight" in layout.segments]
@@ -256,7 +256,7 @@ def channel_scales(
                 continue
             # a norm may read a part of the group only (split features): the others have their filters
             chosen = (piece.unit >= 0) & (normed[piece.unit] == isinstance(module, NORMS))
-            index = filters(module, layout.segments[f"{piece.module}.weight"].view(torch.arange(layout.size)))[chosen]
+            index = filters(module, layout.segments[f"{piece.module}.weight"].view(everywhere))[chosen]
             units.append((piece.unit[chosen] + part.start).repeat_interleave(index.shape[1]))
             coordinates.append(index.flatten())
     return Scales(

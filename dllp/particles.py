@@ -176,26 +176,25 @@ class Particles:
             torch.index_select(row, 0, part.coordinates, out=part.row)
 
     def differentiate(
-        self, i: int, value: Tensor, *others: Tensor, into: Tensor | None = None, retain_graph: bool = False
-    ) -> list[Tensor | None]:
-        """Write the gradient of `value` in particle i's parameters into its row; returns those in `others`.
+        self, i: int, value: Tensor, *others: Tensor, into: Tensor | None = None, retain_graph: bool = False,
+        add: bool = False,
+    ) -> list[Tensor | None]:  # fmt: skip
+        """Write the gradient of `value` in particle i's parameters into its row, or `add` it to what is there.
 
-        One multi-tensor copy instead of one accumulation for each parameter. `into` (n, P) takes the gradient instead;
-        the row of `gradients` is then left undefined.
+        One multi-tensor operation instead of one for each parameter. `into` (n, P) takes the gradient instead; without
+        `add` the row of `gradients` is then left undefined. Returns the gradients in `others`.
         """
         parameters, views = self._targets[i]
         found = torch.autograd.grad(value, [*parameters, *others], allow_unused=True, retain_graph=retain_graph)
-        pairs = [(view, gradient) for view, gradient in zip(views, found, strict=False) if gradient is not None]
-        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
-            [view for view, _ in pairs], [gradient for _, gradient in pairs]
-        )
-        for view, gradient in zip(views, found, strict=False):
-            if gradient is None:  # not used this time: what an earlier step wrote must go
-                view.zero_()
-        if into is not None and self.sliced:
-            into[i].zero_().index_copy_(0, self.sliced[i].coordinates, self.sliced[i].gradient)
-        elif into is not None:
-            into[i].copy_(self.gradients[i])
+        part = self.sliced[i] if self.sliced else None
+        row = self.gradients[i] if part is None else part.gradient
+        if into is not None and add:  # the row holds what came before
+            row = torch.zeros_like(row)
+            layout, network = (self.layout, self.networks[i]) if part is None else (part.layout, part.network)
+            views = layout.targets(network, row)[1]
+        _write(views, found[: len(parameters)], add and into is None)
+        if into is not None:
+            _scatter(into[i], row, None if part is None else part.coordinates, add)
         return list(found[len(parameters) :])
 
     def written(self) -> list[Tensor]:
@@ -217,6 +216,26 @@ class Particles:
         """Whether every network still shares memory with its row."""
         full = all(self.layout.intact(network, row) for network, row in zip(self.networks, self.rows, strict=True))
         return full and all(part.layout.intact(part.network, part.row) for part in self.sliced)
+
+
+def _write(views: Sequence[Tensor], gradients: Sequence[Tensor | None], add: bool) -> None:
+    """Gradients into their places, or on top of what is there."""
+    pairs = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
+    write = torch._foreach_add_ if add else torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+    write([view for view, _ in pairs], [gradient for _, gradient in pairs])
+    for view, gradient in zip(views, gradients, strict=True):
+        if gradient is None and not add:  # not used this time: what an earlier step wrote must go
+            view.zero_()
+
+
+def _scatter(target: Tensor, row: Tensor, coordinates: Tensor | None, add: bool) -> None:
+    """A row, or a small network's at its coordinates, into a full one (P,), or on top of what is there."""
+    if coordinates is None:
+        (target.add_ if add else target.copy_)(row)
+    elif add:  # coordinates differ but for padding, which is zero: no sum depends on an order
+        target.index_copy_(0, coordinates, target.index_select(0, coordinates).add_(row))
+    else:
+        target.zero_().index_copy_(0, coordinates, row)
 
 
 def jitter(network: nn.Module, amount: float, seed: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from dllp.errors import ArtifactError
 from dllp.train import EpochRecord, Trainer
 
-FREE = ("device", "engine", "on_nan", "parallel")
+FREE = ("device", "engine", "on_nan", "parallel", "recompute")
 """Fields of Config that a run may change when it goes on."""
 SMALL = 2**16
 """Numbers up to which a tensor is packed with others of its kind."""

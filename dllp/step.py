@@ -8,13 +8,15 @@ are sliced, and the same run goes on in the small shape.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import reduce
 from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dllp import fusion, objective, parallel, priors, schedule, sharednorm, stein
+from dllp import fusion, objective, parallel, priors, recompute, schedule, sharednorm, stein
 from dllp.belief import Belief
 from dllp.config import Config
 from dllp.gating import ChannelGating, WeightGating
@@ -51,6 +53,8 @@ class Step:
         self.lane = 8 if device.type == "cuda" else 1  # widths that tensor cores like
         self.fused = device.type == "cuda" and config.engine != "eager" and fusion.available()
         self.computing: list[nn.Module] = []  # what forward runs: the active networks, their norms fused where possible
+        self.recompute = recompute.Recompute()
+        self.stages = recompute.stages(particles.networks[0]) if config.recompute else []
         self.closed: list[tuple[Fold, Tensor]] = []  # folds and gates that close the padding of slices
         self.momentum = torch.zeros_like(rows)
         self.gaussian = config.likelihood == "gaussian"
@@ -67,7 +71,9 @@ class Step:
         self.learnable = particles.layout.learnable(particles.networks[0]).to(device)
         self.moving = self.learnable.expand(len(rows), -1)  # (n, P): False where a weight stands still
         self.decayed = self._decayed()
-        self.streams = [torch.cuda.Stream(device) for _ in rows] if device.type == "cuda" and len(rows) > 1 else []
+        # side by side particles are faster and need the memory of all: not where memory is what matters
+        aside = device.type == "cuda" and len(rows) > 1 and config.accumulate == 1 and not config.recompute
+        self.streams = [torch.cuda.Stream(device) for _ in rows] if aside else []
         # its inputs never change shape, so it is compiled once
         self.update = torch.compile(update_rows, dynamic=False) if device.type == "cuda" else update_rows
 
@@ -93,7 +99,7 @@ class Step:
             if c.sync_batch_norm and self.place.shards.size > 1:
                 self.computing = sharednorm.share(active, self.place.shards)
             else:
-                self.computing = fusion.fuse(active, x[:16]) if self.fused else active
+                self.computing = fusion.fuse(active, x[:16], self.stages) if self.fused else active
         self.set_knobs()
 
     def set_knobs(self) -> None:
@@ -188,7 +194,8 @@ class Step:
         network = self.computing[i]
         bf16 = self.config.precision == "bfloat16"
         # cast weights must not be cached: a captured graph would keep the first step's
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):
+        autocast = torch.autocast(x.device.type, torch.bfloat16, enabled=bf16, cache_enabled=False)
+        with autocast, self.recompute(network, self.stages) if self.stages else nullcontext():
             weights: dict[str, Tensor] = {}
             if self.closed:
                 fold, gate = self.closed[i]
@@ -200,50 +207,56 @@ class Step:
 
     def _backward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
         """Fill the gradient matrix, and `scores` with the likelihood's own; returns the gates' gradients (n, U)."""
-        c = self.config
         leaves = [row.detach().requires_grad_(self.phase == "soft") for row in z]
+        # shards differ by one example at most: every process must find the same number of parts
+        least = round(len(x) / self.share) // self.place.shards.size
+        count = min(self.config.accumulate, max(1, least))
+        parts = zip(x.tensor_split(count), y.tensor_split(count), strict=True)
+        found = [self._backward_part(a, b, leaves, len(a) / len(x), k > 0) for k, (a, b) in enumerate(parts)]
+        losses, hits, noises, through = (reduce(torch.add, values) for values in zip(*found, strict=True))
+        if self.place.shards.size > 1:
+            losses, hits, noises, through = self._over_shards(losses, hits, noises, through)
+        self.statistics[0] += losses
+        self.statistics[1] += hits
+        self.belief.d_noise.copy_(noises).mul_(-self.config.beta)
+        return through
+
+    def _backward_part(self, x: Tensor, y: Tensor, leaves: list[Tensor], weight: float, add: bool) -> list[Tensor]:
+        """Losses, hits and noise gradients (n,) and the gates' gradients (n, U) of a part of a batch, by its weight."""
+        c = self.config
         together = c.task == "classification" and self.place.particles > 1 and c.mean_weight > 0
         ready = self._each(lambda i: self._forward(i, x, leaves[i])) if together else []
         mean = self._mean(ready) if together else None
+        share = self.share * weight
 
         def work(i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             output, log_d = self._divided(ready[i] if together else self._forward(i, x, leaves[i]))
             loss = objective.task_loss(output, y, c.task)
             rest = objective.residuals(output, y, c.task)
             leaf = leaves[i : i + 1] if leaves[i].requires_grad else []
-            extra = self._likelihood_scores(i, rest, log_d, leaf) if self.gaussian else None
+            extra = self._likelihood_scores(i, rest, log_d, leaf, share, add) if self.gaussian else None
             total = loss
             if mean is not None:
                 total = (1 - c.mean_weight) * loss + c.mean_weight * objective.twin_loss(output, mean)
             if log_d is not None:
                 total = total + c.beta * objective.head_loss(rest, log_d)
-            found = self.particles.differentiate(i, self._part(total), *leaf)
+            found = self.particles.differentiate(i, scaled(total, share), *leaf, add=add)
             through = found[0] if found and found[0] is not None else torch.zeros_like(leaves[i])
             # a likelihood that is the task loss has beta times its gradient: one backward serves both (Section 3)
             through = through * (1 + c.beta) if extra is None else through - c.beta * extra
             with torch.no_grad():
                 hits = (output.argmax(1) == y).double().mean() if c.task == "classification" else loss.new_zeros(())
                 noise = objective.noise_gradient(rest, self.belief.log_d[i])
-            return loss.detach(), hits, noise, through
+            return scaled(loss.detach(), weight), scaled(hits, weight), scaled(noise, weight), through
 
-        losses, hits, noises, through = (torch.stack(values) for values in zip(*self._each(work), strict=True))
-        if self.place.shards.size > 1:
-            losses, hits, noises, through = self._over_shards(losses, hits, noises, through)
-        self.statistics[0] += losses
-        self.statistics[1] += hits
-        self.belief.d_noise.copy_(noises).mul_(-c.beta)
-        return through
-
-    def _part(self, mean: Tensor) -> Tensor:
-        """A mean over this process's shard as its part of the mean over the batch."""
-        return mean if self.share == 1 else mean * self.share
+        return [torch.stack(values) for values in zip(*self._each(work), strict=True)]
 
     def _over_shards(self, losses: Tensor, hits: Tensor, noises: Tensor, through: Tensor) -> list[Tensor]:
         """Add up what all shards of the batch found: the gradients in place, and one message for all that is small."""
         shards, dtype = self.place.shards, self.particles.rows.dtype
         for gradient in (*self.particles.written(), *([self.scores] if self.gaussian else [])):
             shards.add_(gradient)
-        small = [self._part(value).to(dtype) for value in (losses, hits, noises)]
+        small = [scaled(value, self.share).to(dtype) for value in (losses, hits, noises)]
         if self.phase == "soft":
             return parallel.merged([*small, through], shards)
         return [*parallel.merged(small, shards), through]
@@ -257,13 +270,16 @@ class Step:
         mean, rows = mean_prediction([self._divided(output)[0] for output in outputs]), self.place.rows
         return mean if rows.size == 1 else rows.add_(mean / rows.size)
 
-    def _likelihood_scores(self, i: int, rest: Tensor, log_d: Tensor | None, leaf: list[Tensor]) -> Tensor:
+    def _likelihood_scores(
+        self, i: int, rest: Tensor, log_d: Tensor | None, leaf: list[Tensor], share: float, add: bool
+    ) -> Tensor:
         """Gradients of equation 9 by a vector-Jacobian product of their own: parameters' into `scores`, gates' (U,)."""
         if log_d is None:
             value = objective.gaussian_log_likelihood(rest, self.belief.log_d[i])
         else:
             value = objective.input_log_likelihood(rest, log_d)
-        found = self.particles.differentiate(i, self._part(value), *leaf, into=self.scores, retain_graph=True)
+        value = scaled(value, share)
+        found = self.particles.differentiate(i, value, *leaf, into=self.scores, retain_graph=True, add=add)
         return found[0] if found and found[0] is not None else torch.zeros_like(self.belief.logits[i])
 
     def _step_with_prior(self, at: Tensor, z: Tensor, through: Tensor) -> None:
@@ -307,6 +323,11 @@ class Step:
             self.mirror = self.mirror or Mirror(axis, rows, self.moving)
             rows, scores = self.mirror(rows, scores)
         return stein.combine(rows, scores, *self._pair_weights(rows), index, self.place.own)
+
+
+def scaled(mean: Tensor, share: float) -> Tensor:
+    """The mean over a part of the batch as its share of the mean over all of it."""
+    return mean if share == 1 else mean * share
 
 
 def mean_prediction(outputs: list[Tensor]) -> Tensor:

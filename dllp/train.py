@@ -23,6 +23,8 @@ from dllp.step import Phase, Step
 
 HEALTH_CHECK = 16
 """Steps between two looks at a CUDA device's health; a broken step changes no weight, so nothing is lost by waiting."""
+HELD = 2**28
+"""Bytes of batches that are held until then, to see which one broke: large ones are looked at sooner."""
 
 
 class Batches(Protocol):
@@ -126,7 +128,7 @@ class Trainer(Step):
             self.capture(x, y, key=self.phase)
             self.recent.append((self.step_index, x, y))
             self.step_index += 1
-            if self.epoch_ends or len(self.recent) == self.recent.maxlen:
+            if self.epoch_ends or len(self.recent) == self.recent.maxlen or len(self.recent) * x.nbytes > HELD:
                 self.check_health()
             if self.epoch_ends:
                 self._close_epoch(epoch, began)

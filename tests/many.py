@@ -42,6 +42,8 @@ CASES: dict[str, dict[str, Any]] = {
     "coordinate": {"blocks": "coordinate", "bandwidth": 3.0},
     "uneven": {"norms": True, "sync_batch_norm": True, "batch": 11, "likelihood": "gaussian"},
     "four": {"particles": 4},
+    "parts": {"accumulate": 3, "batch": 11, "likelihood": "gaussian", "mean_weight": 0.5},
+    "again": {"norms": True, "sync_batch_norm": True, "recompute": True},
 }
 """Changes to BASE; `norms` and `batch` are no part of Config."""
 

@@ -1,12 +1,15 @@
-"""Crop and flip against a plain padded reference, and the order of batches."""
+"""Crop and flip against a plain padded reference, resized crops against Pillow, and the order of batches."""
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from torch.nn import functional as F
 
 from dllp.data.arrays import ArrayData, Batches, generator
-from dllp.data.augment import PADDING, crop_flip, draw, flips
+from dllp.data.augment import AREA, PADDING, boxes, crop_flip, draw, flips, resized_crop
 
 
 @given(st.integers(5, 9), st.integers(5, 12), st.integers(0, 2**31))
@@ -23,6 +26,34 @@ def test_crop_flip_equals_padding_and_slicing(height, width, seed):
         assert torch.equal(out, expected.flip(2) if flip[row] else expected)
 
 
+@given(st.integers(5, 20), st.integers(5, 20), st.integers(0, 2**31))
+def test_resized_crops_are_those_of_pillow(height, width, seed):
+    rng = torch.Generator().manual_seed(seed)
+    images = torch.randint(256, (6, 3, height, width), generator=rng).to(torch.uint8)
+    index, flip = torch.tensor([4, 0, 0, 5]), torch.tensor([True, False, True, False])
+    box = boxes(4, rng, height, width)
+    for row, out in enumerate(resized_crop(images, index, box, flip)):
+        top, left, high, wide = box[row].tolist()
+        picture = Image.fromarray(images[index[row]].permute(1, 2, 0).numpy())
+        edges = (left, top, min(left + wide, width), min(top + high, height))  # rounding may step over the border
+        expected = np.asarray(picture.resize((width, height), Image.Resampling.BILINEAR, box=edges)).transpose(2, 0, 1)
+        found = out.flip(2) if flip[row] else out
+        assert np.abs(found.numpy().astype(int) - expected).max() <= 1, "but for rounding"
+    whole = torch.tensor([[0.0, 0.0, height, width]]).expand(4, -1)
+    assert torch.equal(resized_crop(images, index, whole, torch.zeros(4, dtype=torch.bool)), images[index])
+    floats = resized_crop(images.float() / 255, index, box, flip)
+    torch.testing.assert_close(floats, resized_crop(images, index, box, flip) / 255, rtol=0, atol=0.51 / 255)
+
+
+def test_boxes_have_every_size_shape_and_place():
+    top, left, high, wide = boxes(5000, generator(0), 32, 40).double().unbind(1)
+    assert min(top.min(), left.min()) >= 0 and (top + high).max() < 32 + 1e-4 and (left + wide).max() < 40 + 1e-4
+    area, shape = high * wide / (32 * 40), wide / high
+    assert area.max() > 0.95 and AREA[0] <= area.min() < AREA[0] + 0.01 and shape.min() > 0.74 and shape.max() < 1.34
+    free = torch.stack([top / (32 - high), left / (40 - wide)])[:, (high < 31) & (wide < 39)]
+    assert free.min() < 0.01 and free.max() > 0.99 and abs(float(free.mean()) - 0.5) < 0.02
+
+
 def test_offsets_cover_the_range_and_flips_alternate():
     offset = draw(5000, generator(0))
     assert set(offset.flatten().tolist()) == set(range(-PADDING, PADDING + 1))
@@ -37,18 +68,21 @@ def images(count: int = 50, augment: str = "crop-flip") -> ArrayData:
     return ArrayData(x, torch.arange(count), (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), augment)  # pyright: ignore
 
 
-def test_batches_depend_on_seed_and_epoch_alone():
-    one, two = Batches(images(), 16, 7), Batches(images(), 16, 7)
+@pytest.mark.parametrize("augment", ["crop-flip", "resized-crop"])
+def test_batches_depend_on_seed_and_epoch_alone(augment):
+    one, two = (Batches(images(augment=augment), 16, 7) for _ in range(2))
     list(two.epoch(0))
     torch.rand(3)
     for (x, y), (u, v) in zip(one.epoch(1), two.epoch(1), strict=True):
         assert torch.equal(x, u) and torch.equal(y, v)
+        assert not torch.equal(x, one.data.inputs(y)), "they are augmented"
     assert not torch.equal(next(one.epoch(1))[1], next(one.epoch(2))[1])
     assert not torch.equal(next(one.epoch(1))[1], next(Batches(images(), 16, 8).epoch(1))[1])
 
 
-def test_batches_resume_at_any_step(monkeypatch):
-    batches = Batches(images(), 8, 0)
+@pytest.mark.parametrize("augment", ["crop-flip", "resized-crop"])
+def test_batches_resume_at_any_step(monkeypatch, augment):
+    batches = Batches(images(augment=augment), 8, 0)
     full = list(batches.epoch(3))
     assert len(full) == batches.steps == 6
     for chunk in (1, 3 * 8 * 8 * 8 * 2, 2**25):

@@ -97,7 +97,7 @@ def test_validate_knows_the_network():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"augment": "mixup"}, "choose none or crop-flip"),
+        ({"augment": "mixup"}, "choose none, crop-flip, resized-crop"),
         ({"augment": "crop-flip"}, "larger than 4 pixels"),
         ({"mean": (0.0,)}, "belong together"),
         ({"mean": (0.0,) * 2, "std": (1.0,) * 2}, "for 3 channels"),
@@ -193,6 +193,9 @@ def test_image_folder(tmp_path):
     assert loaded.classes == ("cat", "dog") and loaded.train.x.shape == (6, 3, 6, 8)
     assert loaded.train.y.tolist() == [0, 0, 0, 1, 1, 1] and loaded.train.augment == "crop-flip"
     assert loaded.test.x[4, :, 0, 0].tolist() == [40, 10, 255] and loaded.validation is None
+    cropped = data.load(str(tmp_path), augment="resized-crop").train
+    assert isinstance(cropped, data.ArrayData) and cropped.augment == "resized-crop"
+    assert isinstance(data.load(tmp_path, augment="resized-crop", image_size=6, workers=0).train, data.StreamedData)
 
 
 def test_image_folder_with_three_parts_and_many_sizes(tmp_path):

@@ -165,7 +165,7 @@ def test_runs_that_are_not_of_the_bench_are_named(name: str, damage: str, tmp_pa
 
 def test_digits_are_left_out_where_they_are_not_installed(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digits, "installed", lambda: False)
-    _, versions = Runner(load(data))._split(Job(NETWORK, "dense"))
+    _, versions = Runner(load(data)).splits.of(Job(NETWORK, "dense"))
     assert "ood:noise" in versions and "ood:digits" not in versions
 
 
@@ -222,7 +222,7 @@ def test_a_fraction_of_the_data_gets_as_many_steps(data: Path) -> None:
     steps = {}
     for fraction in (0.2, 0.5, 1.0):
         part = replace(job, fraction=fraction)
-        train, _ = runner._split(part)
+        train, _ = runner.splits.of(part)
         assert len(train) == round(80 * fraction)
         assert torch.bincount(train.y).tolist() == [len(train) // CLASSES] * CLASSES, "each class in proportion"
         config = runner.config(part)
@@ -230,7 +230,7 @@ def test_a_fraction_of_the_data_gets_as_many_steps(data: Path) -> None:
         assert config.warmup / config.epochs == pytest.approx(job.config.warmup / 6)
     assert set(steps.values()) == {60}
     assert len({replace(job, fraction=f).digest for f in (0.2, 0.5, 1.0)}) == 3
-    small, large = (set(runner._split(replace(job, fraction=f))[0].x.sum((1, 2, 3)).tolist()) for f in (0.2, 0.5))
+    small, large = (set(runner.splits.of(replace(job, fraction=f))[0].x.sum((1, 2, 3)).tolist()) for f in (0.2, 0.5))
     assert small < large, "nested"
 
 

@@ -173,6 +173,56 @@ def test_replays_read_new_batches_and_new_noise() -> None:
 
 @cuda
 @pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
+@pytest.mark.parametrize(
+    "changes", [{"recompute": True}, {"accumulate": 3}, {"recompute": True, "accumulate": 2}], ids=str
+)
+def test_graphs_of_parts_and_of_recomputed_blocks_are_eager_steps(
+    exact: None, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], likelihood: str
+) -> None:
+    """Bit for bit; and recomputed blocks are those that were kept."""
+    monkeypatch.setattr(fusion, "available", lambda: False)
+    graph, found = train("graph", likelihood=likelihood, **changes)
+    _, expected = train("eager", likelihood=likelihood, **{**changes, "recompute": False})
+    assert graph.capture.state == "graph" and not graph.streams
+    for step, (a, b) in enumerate(zip(expected, found, strict=True)):
+        assert torch.equal(a, b), f"step {step}"
+
+
+@cuda
+@pytest.mark.filterwarnings("default")
+def test_recomputed_blocks_have_fused_norms() -> None:
+    from dllp.fusednorm import FusedNorm
+
+    graph, found = train("graph", recompute=True, precision="bfloat16")
+    assert graph.capture.state == "graph" and bool(found[-1].isfinite().all())
+    assert any(isinstance(module, FusedNorm) for module in graph.computing[0].modules())
+    assert all(graph.computing[0].get_submodule(name) for name in graph.stages)
+
+
+@cuda
+@pytest.mark.filterwarnings("default")
+def test_recomputed_dropout_runs_eagerly_and_says_why() -> None:
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.4), nn.Conv2d(8, 6, 3), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3))
+    x, y = torch.randn(96, 3, 8, 8), torch.arange(96) % 3
+    config = Config(device="cuda", epochs=2, batch_size=8, keep_flops=0.6, warmup=0, recompute=True, engine="graph")
+    engines = {record["engine"] for record in dllp.prune(model, (x, y), config).history}
+    assert len(engines) == 1 and "recompute cannot draw the random numbers of dropout again" in engines.pop()
+
+
+@cuda
+def test_a_new_phase_gives_back_the_memory_of_the_last() -> None:
+    capture = Capture(lambda x, y: x.add_(1), torch.Generator("cuda"), enabled=True)
+    x, y = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
+    for phase in ("open", "soft"):
+        for _ in range(WARMUP + 2):
+            capture(x, y, key=phase)
+        assert [key[0] for key in capture.graphs] == [phase]
+
+
+@cuda
+@pytest.mark.filterwarnings("default")
 def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why() -> None:
     """Reading a value back to the host is forbidden during capture; no step may be lost or done twice."""
     total = torch.zeros(1, device="cuda")

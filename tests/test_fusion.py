@@ -240,3 +240,37 @@ def test_where_triton_is_missing_nothing_is_fused(monkeypatch: pytest.MonkeyPatc
 def test_the_core_asks_for_no_kernels_before_they_are_needed() -> None:
     code = "import sys, dllp, dllp.train; assert 'dllp.fusednorm' not in sys.modules"
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", code]).returncode == 0
+
+
+@pytest.mark.slow
+def test_fused_norms_are_computed_again_too() -> None:
+    """Stages stay modules with fused norms inside; statistics move once, gradients are those of one pass."""
+    interpret("""
+from dllp.recompute import Recompute, stages
+network = CifarResNet(1, 10, 3, "projection", 4).train()
+names, x, y = stages(network), torch.randn(4, 3, 8, 8), torch.arange(4)
+parts = fusion.fuse([network], x, names)[0]
+assert names == ["blocks.0", "blocks.1", "blocks.2"] and all(parts.get_submodule(name) for name in names)
+norms = {name for name, m in network.named_modules() if isinstance(m, nn.BatchNorm2d)}
+assert {name for name, m in parts.named_modules() if isinstance(m, FusedNorm)} == norms
+assert all(dict(parts.named_parameters())[name] is p for name, p in network.named_parameters())
+start = {name: b.clone() for name, b in network.named_buffers()}
+folded = {name: 0.5 * p for name, p in network.named_parameters() if name.startswith("blocks.1")}
+
+def once(again):
+    with torch.no_grad():
+        for name, b in network.named_buffers():
+            b.copy_(start[name])
+    if again:
+        with Recompute()(parts, names):
+            out = torch.func.functional_call(parts, folded, (x,))
+    else:
+        out = torch.func.functional_call(parts, folded, (x,))
+    gradients = torch.autograd.grad(F.cross_entropy(out, y), list(network.parameters()), retain_graph=True)
+    return [out, *gradients, *(b.clone() for b in network.buffers())]
+
+for a, b in zip(once(False), once(True), strict=True):
+    assert torch.equal(a, b)
+chain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3)).train()
+assert fusion.fuse([chain], x, stages(chain)) == [chain], "a chain is taken in pieces, and stays as it is"
+""")

@@ -265,10 +265,10 @@ def test_mistakes_are_one_line(
     monkeypatch.setitem(tables.TABLES, "small", spreading.SMALL)
     port = free_port()
     cases: list[tuple[list[str], str]] = [
-        (["--workers", "2"], "--workers needs --launcher local or --launcher ray"),
+        (["--jobs", "2"], "--jobs needs --launcher local or --launcher ray"),
         (["--launcher", "local", "--cpus", "2"], "--cpus needs --launcher ray"),
         (["--address", "here:1"], "--address needs --launcher ray"),
-        (["--launcher", "local", "--workers", "0"], "workers = 0: at least 1"),
+        (["--launcher", "local", "--jobs", "0"], "jobs = 0: at least 1"),
         (["--launcher", "slurm"], "expected local, ray"),
         (["--launcher", "ray", "--cpus", "-1"], "cpus = -1"),
         (["--launcher", "ray", "--address", f"127.0.0.1:{port}"], f"can be reached at 127.0.0.1:{port}"),

@@ -56,7 +56,7 @@ def check_every_job_once(tmp_path: Path, before: list[str]) -> None:
 
 def test_a_killed_process_is_replaced(tmp_path: Path) -> None:
     notes = tmp_path / "notes"
-    with start(tmp_path, "--launcher", "local", "--workers", "2") as driver:
+    with start(tmp_path, "--launcher", "local", "--jobs", "2") as driver:
         wait(lambda: len(spreading.held(notes)) == 2)
         before = finished(tmp_path)
         os.kill(spreading.held(notes)[0], signal.SIGKILL)
@@ -77,7 +77,7 @@ def test_a_killed_process_is_replaced(tmp_path: Path) -> None:
 def test_no_process_outlives_its_launcher(tmp_path: Path, launcher: str, how: signal.Signals) -> None:
     if launcher == "ray":
         pytest.importorskip("ray")
-    words = {"local": ["--workers", "1"], "ray": ["--workers", "1", "--address", "local"]}
+    words = {"local": ["--jobs", "1"], "ray": ["--jobs", "1", "--address", "local"]}
     with start(tmp_path, "--launcher", launcher, *words[launcher]) as driver:
         wait(lambda: len(spreading.held(tmp_path / "notes")) == 1)
         family = psutil.Process(driver.pid).children(recursive=True)

@@ -28,7 +28,8 @@ from tests import many
 from tests.commands import ENVIRONMENT
 
 TWO = ("plain-data", "plain-particles", "norms-data", "weight-data", "weight-particles", "mean-particles",
-       "coordinate-particles", "uneven-data", "four-particles")  # fmt: skip
+       "coordinate-particles", "uneven-data", "four-particles", "parts-data", "parts-particles",
+       "again-data")  # fmt: skip
 FOUR = ("plain-data", "norms-both", "weight-both", "mean-both", "uneven-both", "four-particles", "four-both")
 
 

@@ -18,12 +18,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("name", help=", ".join(TABLES))
     parser.add_argument("--seeds", type=int, nargs="+")
     parser.add_argument("--rows", nargs="+")
-    for name in ("--out", "--data-root", "--device", "--precision", "--shard", "--address"):
+    for name in ("--out", "--data", "--data-root", "--device", "--precision", "--shard", "--address"):
         parser.add_argument(name)
     parser.add_argument("--launcher", choices=tuple(LAUNCHERS))
-    for name in ("--epochs", "--validation", "--workers", "--cpus"):
+    for name in ("--epochs", "--validation", "--image-size", "--workers", "--jobs", "--cpus"):
         parser.add_argument(name, type=int)
-    for name in ("--list", "--summary-only", "--quiet"):
+    for name in ("--list", "--summary-only", "--recompute", "--quiet"):
         parser.add_argument(name, action="store_true")
     try:
         execute(vars(parser.parse_args(words)))

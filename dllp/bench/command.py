@@ -27,7 +27,7 @@ from dllp.errors import ConfigError
 from dllp.train import EpochRecord, Trainer
 
 RESULTS = "results"
-LAUNCHERS = {"local": ("workers",), "ray": ("workers", "address", "cpus")}
+LAUNCHERS = {"local": ("jobs",), "ray": ("jobs", "address", "cpus")}
 """Where jobs run besides this process, with the options of each."""
 Download = Callable[[], AbstractContextManager[Progress | None]]
 
@@ -86,7 +86,7 @@ def execute(
         store.adopt([planned.job.digest for planned in plan])
         finished = store.digests()
         if not given.get("summary_only") and any(planned.job.digest not in finished for planned in plan):
-            work = _Work(plan, store, table.data, given, share[1])
+            work = _Work(plan, store, data_of(table, given), given, share[1])
             if "launcher" in given:
                 work.elsewhere(download)
             else:
@@ -112,9 +112,9 @@ class _Work:
         """One job after another in this process."""
         device = find_device(self.given.get("device", "auto"))
         with download() as bar:
-            data = load(self.data, root=self.given.get("data_root"), progress=bar)
+            data = load(self.data, root=self.given.get("data_root"), progress=bar, **self._loading)
         with reporter() as shown:
-            machine = {"device": str(device), "precision": self._precision(device.type)}
+            machine = {"device": str(device), "precision": self._precision(device.type), "recompute": self._recompute}
             runner = Runner(data, on_epoch=shown.epoch, on_step=shown.step, **machine)
 
             def begin(planned: tables.Planned) -> None:
@@ -125,7 +125,7 @@ class _Work:
 
     def elsewhere(self, download: Download) -> None:
         """In processes of this machine, or on a cluster."""
-        count = self.given.get("workers")
+        count = self.given.get("jobs")
         if self.given["launcher"] == "ray":
             with cluster.connected(self.given.get("address")):
                 settings = self._settings(cluster.device(self.given.get("device", "auto")))
@@ -133,7 +133,7 @@ class _Work:
             return
         device = find_device(self.given.get("device", "auto"))
         with download() as bar:  # one download for all, and mistakes are told before a process starts
-            load(self.data, root=self.given.get("data_root"), progress=bar)
+            load(self.data, root=self.given.get("data_root"), progress=bar, **self._loading)
         self._spread(Processes(self._settings(str(device)), count))
 
     def _spread(self, pool: Processes | cluster.Cluster) -> None:
@@ -147,7 +147,19 @@ class _Work:
         """Places as seen from anywhere: workers may start in another folder."""
         data, root = self.data, self.given.get("data_root")
         data = data if data in names() else _absolute(data)
-        return Settings(data, root and _absolute(root), device, self._precision(device), threads=1)
+        return Settings(
+            data, root and _absolute(root), device, self._precision(device), threads=1, loading=self._loading,
+            recompute=self._recompute, seen=run.seen_data(self.store),
+        )  # fmt: skip
+
+    @property
+    def _loading(self) -> dict[str, Any]:
+        """How images of a folder are read."""
+        return {option: self.given[option] for option in ("image_size", "workers") if option in self.given}
+
+    @property
+    def _recompute(self) -> bool:
+        return self.given.get("recompute", False)
 
     def _precision(self, device: str) -> str:
         return self.given.get("precision", "bfloat16" if device.startswith("cuda") else "float32")
@@ -167,7 +179,7 @@ class _Work:
 def check_launcher(given: Mapping[str, Any]) -> None:
     """Raise where the options of a launcher do not fit it, or it is not installed."""
     launcher = given.get("launcher")
-    for option in ("workers", "address", "cpus"):
+    for option in ("jobs", "address", "cpus"):
         if option in given and option not in LAUNCHERS.get(launcher or "", ()):
             able = " or ".join(f"--launcher {name}" for name, options in LAUNCHERS.items() if option in options)
             raise ConfigError(f"--{option} needs {able}")
@@ -179,6 +191,15 @@ def check_launcher(given: Mapping[str, Any]) -> None:
 
 def _absolute(path: str) -> str:
     return path if path.startswith("~") else str(Path(path).absolute())
+
+
+def data_of(table: tables.Table, given: Mapping[str, Any]) -> str:
+    """The data that a table is measured on: its own, or the folder that the user names."""
+    if table.data and "data" in given:
+        raise ConfigError(f"{table.name} is measured on {table.data}: leave out --data")
+    if not table.data and "data" not in given:
+        raise ConfigError(f"{table.name} needs --data FOLDER with train/<class>/ and val/<class>/, such as ImageNet's")
+    return table.data or given["data"]
 
 
 def shard(text: str) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dllp.bench import pictures
-from dllp.bench.jobs import CLEAN
+from dllp.bench.splits import CLEAN
 from dllp.bench.store import OUTSIDE, Store
 from dllp.bench.summary import Lines, made_by, provenance
 from dllp.bench.tables import Table, Variant

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -20,12 +20,11 @@ from dllp.baselines import find as find_baseline
 from dllp.baselines import run as baseline
 from dllp.baselines.run import FINETUNE_LR
 from dllp.bench.recipes import recipe
-from dllp.bench.store import OUTSIDE
+from dllp.bench.splits import CLEAN, Split, Splits
 from dllp.config import Config
-from dllp.data import ArrayData, Dataset, digits, holdout, ood, stratified
-from dllp.data.corruptions import parse
+from dllp.data import ArrayData, Dataset
+from dllp.data.arrays import CHUNK_ELEMENTS, Augment
 from dllp.devices import environment, find_device
-from dllp.errors import DataError
 from dllp.posterior import Posterior
 from dllp.result import Result, Size
 from dllp.selection import select
@@ -37,20 +36,13 @@ from dllp.train import EpochRecord, Trainer
 Method = Literal["dense", "dllp", "thin", "magnitude", "random", "baseline"]
 DERIVED = ("magnitude", "random")
 """Methods that cut the dense network of the same seed and train nothing themselves."""
-KEPT = ("dense", "dllp", "l1-filters")
-"""Methods and baselines whose predictions are looked at on every version of the test set."""
 OnEpoch = Callable[[EpochRecord], None]
 OnStep = Callable[[Trainer], None]
-CORRUPTIONS = ("gaussian-blur:1,2,3,5", "sharpen")
-CLEAN = "clean"
-FAR = (ood.NOISE, "digits")
-MOST_OUTSIDE = 2000
-"""Inputs from elsewhere that are kept of each kind: areas under curves are good to a percent with them."""
 FLOPS_OF = {"dense": "the dense network", "channel": "the extracted network", "weight": "its non-zero weights"}
-MACHINE = ("device", "precision", "engine", "deterministic", "parallel")
+MACHINE = ("device", "precision", "engine", "deterministic", "parallel", "recompute")
 """Fields of Config that say how something is computed, not what."""
 LATER: dict[str, Any] = {"prior": "spike_and_slab", "prior_scale": 0.05, "polarization": 1.2, "noise": "constant",
-                         "sync_batch_norm": False}  # fmt: skip
+                         "sync_batch_norm": False, "accumulate": 1}  # fmt: skip
 """Fields that Config gained after results were published, with the value that means "as before": what has this value
 is left out of digests, so that those results keep their names."""
 
@@ -64,6 +56,7 @@ class Job:
         validation: Number of training images held out and evaluated on instead of the test set: every choice of a
             hyperparameter is made this way.
         fraction: Share of the training images that are used; epochs are as many more as there are fewer steps in one.
+        augment: Of the training images, instead of what they were loaded with.
         without: Classes that are left out of training and test, and kept as inputs from elsewhere.
         baseline: With the method `baseline`: one of :data:`dllp.baselines.METHODS`.
         finetune: Epochs after the cut of a baseline, at `finetune_lr` times the learning rate.
@@ -78,6 +71,7 @@ class Job:
     epochs: int = 60
     validation: int = 0
     fraction: float = 1.0
+    augment: Augment | None = None
     without: tuple[str, ...] = ()
     baseline: str = ""
     finetune: int = 0
@@ -148,7 +142,7 @@ class Runner:
     def __init__(
         self, data: Dataset, *, on_epoch: OnEpoch | None = None, on_step: OnStep | None = None, **machine: Any
     ) -> None:
-        self.data, self.machine = data, machine
+        self.data, self.machine, self.splits = data, machine, Splits(data)
         self.watch: dict[str, Any] = {"on_epoch": on_epoch, "on_step": on_step}
         self.dense_networks: dict[str, Result] = {}
 
@@ -156,7 +150,7 @@ class Runner:
         """Train, evaluate, report."""
         config = self.config(job)
         device = find_device(config.device)
-        train, versions = self._split(job)
+        train, versions = self.splits.of(job)
         test = versions[CLEAN]
         trained = getattr(self, f"_{job.method}")(job, train, config)
         trained.posterior.to(device)
@@ -166,6 +160,7 @@ class Runner:
         line = {
             **asdict(job),
             "digest": job.digest,
+            "data": self.splits.described,
             "evaluated_on": "validation" if job.validation else "test",
             "particles": [metrics.summary(p, labels) for p in clean],
             "ensemble": metrics.summary(clean.mean(0), labels),
@@ -202,49 +197,20 @@ class Runner:
         factor = whole / part
         return replace(config, epochs=max(1, round(config.epochs * factor)), warmup=config.warmup * factor)
 
-    @cached_property
-    def test_versions(self) -> dict[str, ArrayData]:
-        """The clean test set and its corrupted versions, then inputs from elsewhere."""
-        everything = [corruption for text in CORRUPTIONS for corruption in parse(text)]
-        corrupted = {c.name: c.apply_to(self.data.test) for c in everything}
-        return {CLEAN: self.data.test, **corrupted, **self._far(self.data.test)}
-
-    def _far(self, test: ArrayData) -> dict[str, ArrayData]:
-        found = {name: ood.find(name, test) for name in FAR if name != "digits" or digits.installed()}
-        return {OUTSIDE + name: data.subset(range(min(len(data), MOST_OUTSIDE))) for name, data in found.items()}
-
-    def _split(self, job: Job) -> tuple[ArrayData, dict[str, ArrayData]]:
-        """Training data, and every version of the data to evaluate on; a held-out part is the same for every seed."""
-        train, test, versions = self.data.train, self.data.test, {CLEAN: self.data.test}
-        if not isinstance(train, ArrayData):
-            raise DataError(f"{self.data.name} is streamed: a bench needs data in memory")
-        if job.without:
-            train, _ = ood.leave_out(train, self.data.classes, job.without)
-            test, left = ood.leave_out(test, self.data.classes, job.without)
-            versions = {CLEAN: test, OUTSIDE + ood.LEFT_OUT: left, **self._far(test)}
-        elif (job.baseline or job.method) in KEPT and job.granularity == "channel" and not job.validation:
-            versions = self.test_versions
-        if job.validation:
-            train, held = holdout(train, job.validation, seed=0)
-            versions = {CLEAN: held}
-        if job.fraction < 1:
-            train = train.subset(stratified(train.y.cpu(), round(job.fraction * len(train)), job.seed))
-        return train, versions
-
     def _network(self, job: Job) -> nn.Module:
         size = {"in_channels": self.data.in_channels, "image_size": self.data.image_size}
         return zoo.build(job.network, self.data.num_classes - len(job.without), **size)
 
     # ---- methods
 
-    def _dllp(self, job: Job, train: ArrayData, config: Config) -> Trained:
+    def _dllp(self, job: Job, train: Split, config: Config) -> Trained:
         result = prune(self._network(job), train, config, **self.watch)
         seconds = sum(record["seconds"] for record in result.history)
         detail = {"widths": result.widths, "history": short(result.history), "noise": result.gates["noise"].tolist()}
         detail |= {name: result.info[name] for name in ("log_prior", "num_data")}
         return Trained(result.posterior, result.sizes, result.dense, seconds, detail | weights(job, result))
 
-    def _baseline(self, job: Job, train: ArrayData, config: Config) -> Trained:
+    def _baseline(self, job: Job, train: Split, config: Config) -> Trained:
         """Another method by the dense network's recipe, then its fine-tuning."""
 
         def watched(verb: baseline.Verb, stage: str, model: nn.Module, data: Any, config: Config) -> Result:
@@ -260,30 +226,30 @@ class Runner:
         before = pruned.before.posterior if pruned.after else None
         return Trained(result.posterior, result.sizes, result.dense, spent(result), detail, before)
 
-    def _dense(self, job: Job, train: ArrayData, config: Config) -> Trained:
+    def _dense(self, job: Job, train: Split, config: Config) -> Trained:
         result = train_dense(self._network(job), train, config, **self.watch)
         seconds = sum(record["seconds"] for record in result.history)
         self.dense_networks[job.digest] = copy.deepcopy(result)
         detail = {"history": short(result.history)} | weights(job, result)
         return Trained(result.posterior, result.sizes, result.dense, seconds, detail)
 
-    def _trained_dense(self, job: Job, train: ArrayData, config: Config) -> Result:
+    def _trained_dense(self, job: Job, train: Split, config: Config) -> Result:
         """The dense network that a derived job starts from."""
         if job.dense.digest not in self.dense_networks:
             self._dense(job.dense, train, replace(config, keep_flops=None, keep_params=None))
         return self.dense_networks[job.dense.digest]
 
-    def _thin(self, job: Job, train: ArrayData, config: Config) -> Trained:
+    def _thin(self, job: Job, train: Split, config: Config) -> Trained:
         """The same network, every layer equally narrower, trained from scratch."""
         network = self._network(job)
-        structure = discover(network, self._example(train))
+        structure = discover(network, self._example())
         ranks = [-torch.arange(group.units, dtype=torch.float64) / group.units for group in structure.groups]
         small, size = self._cut(network, structure, torch.cat(ranks), job.keep)
         result = train_dense(small, train, config, **self.watch)
         seconds = sum(record["seconds"] for record in result.history)
         return Trained(result.posterior, [size], dense_size(structure), seconds, {"history": short(result.history)})
 
-    def _magnitude(self, job: Job, train: ArrayData, config: Config) -> Trained:
+    def _magnitude(self, job: Job, train: Split, config: Config) -> Trained:
         """The dense network's channels with the largest filters, relative to their layer; no fine-tuning."""
 
         def score(network: nn.Module, structure: Structure) -> Tensor:
@@ -296,23 +262,23 @@ class Runner:
 
         return self._derived(job, train, config, score)
 
-    def _random(self, job: Job, train: ArrayData, config: Config) -> Trained:
+    def _random(self, job: Job, train: Split, config: Config) -> Trained:
         """Random channels of the dense network; no fine-tuning."""
         generator = torch.Generator().manual_seed(job.seed)
         return self._derived(job, train, config, lambda _, s: torch.rand(s.units, generator=generator))
 
     def _derived(
-        self, job: Job, train: ArrayData, config: Config, score: Callable[[nn.Module, Structure], Tensor]
+        self, job: Job, train: Split, config: Config, score: Callable[[nn.Module, Structure], Tensor]
     ) -> Trained:
         dense = self._trained_dense(job, train, config)
         network = dense.model
-        structure = discover(network, self._example(train))
+        structure = discover(network, self._example())
         small, size = self._cut(network, structure, score(network, structure), job.keep)
         posterior = Posterior([small.eval()], torch.ones(1))
         return Trained(posterior, [size], dense_size(structure), spent(dense))
 
-    def _example(self, train: ArrayData) -> Tensor:
-        return train.inputs(slice(0, 2)).cpu()
+    def _example(self) -> Tensor:
+        return self.data.test.inputs(slice(0, 2)).cpu()
 
     def _cut(self, network: nn.Module, structure: Structure, scores: Tensor, keep: float) -> tuple[nn.Module, Size]:
         chosen = select(structure, scores, cost=structure.flops, keep=keep)
@@ -341,8 +307,9 @@ def short(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in record.items() if name != "gates"} for record in history]
 
 
-def members(posterior: Posterior, data: ArrayData, device: torch.device, chunk: int = 2000) -> Tensor:
-    """(n, B, C) probabilities on the CPU."""
+def members(posterior: Posterior, data: ArrayData, device: torch.device, most: int = 2000) -> Tensor:
+    """(n, B, C) probabilities on the CPU, of at most so many inputs at once, of large ones of fewer."""
+    chunk = max(1, min(most, CHUNK_ELEMENTS // math.prod(data.shape)))
     starts = range(0, len(data), chunk)
     parts = [posterior.members(data.inputs(slice(s, s + chunk)).to(device), chunk) for s in starts]
     return torch.cat(parts, dim=1)

@@ -18,7 +18,7 @@ from torch import Tensor
 from dllp import efficiency
 from dllp.bench import pictures
 from dllp.bench.doubt import QUALITIES
-from dllp.bench.jobs import CLEAN
+from dllp.bench.splits import CLEAN
 from dllp.bench.store import OUTSIDE, Store
 from dllp.bench.summary import Lines, made_by, provenance
 from dllp.bench.tables import Table, Variant

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,7 +12,7 @@ from dllp import artifacts
 from dllp.bench import densities, doubt, pictures, reliability
 from dllp.bench.jobs import Outcome, Runner
 from dllp.bench.store import LABELS, Store
-from dllp.bench.summary import check, markdown, summarise
+from dllp.bench.summary import check, data_text, is_data, markdown, summarise
 from dllp.bench.tables import Planned, Table, Variant
 from dllp.errors import ArtifactError, DllpError
 
@@ -87,6 +88,7 @@ def finish(
     begin: Callable[[Planned], None] = lambda planned: None,
 ) -> None:
     """Run the jobs that are not yet finished, one after another; `begin` is called before each."""
+    check_data(seen_data(book.store), runner)
     for planned in plan:
         if not book.lacks(planned):
             continue
@@ -98,6 +100,22 @@ def finish(
             continue
         book.keep(planned, outcome)
     book.close()
+
+
+def seen_data(store: Store) -> list[dict[str, Any]]:
+    """What finished runs were trained on, as far as they say it."""
+    found = {json.dumps(line["data"]): line["data"] for line in store.lines() if is_data(line.get("data"))}
+    return list(found.values())
+
+
+def check_data(seen: Sequence[dict[str, Any]], runner: Runner) -> None:
+    """Raise where finished runs saw other data than the runner has, whatever its folder is called."""
+    mine = runner.splits.described
+    for data in seen:
+        if {**data, "name": ""} != {**mine, "name": ""}:
+            raise ArtifactError(
+                f"the results hold runs on other data ({data_text(data)}) than {data_text(mine)}: give another --out"
+            )
 
 
 def describe(planned: Planned) -> str:

@@ -56,6 +56,8 @@ def check(line: dict[str, Any], place: object) -> None:
             )
     if "before" in line and not _figures(line["before"]):
         raise ArtifactError(f"{place}, digest {line['digest']}: 'before' is of the wrong kind")
+    if "data" in line and not is_data(line["data"]):
+        raise ArtifactError(f"{place}, digest {line['digest']}: 'data' is of the wrong kind")
     if type(line.get("processes", 1)) is not int:
         raise ArtifactError(f"{place}, digest {line['digest']}: 'processes' is no whole number")
 
@@ -71,6 +73,21 @@ def _numbers(value: Any) -> bool:
 
 def _figures(value: Any) -> bool:
     return isinstance(value, dict) and all(_number(value.get(name)) for name in ("accuracy", "nll", "ece"))
+
+
+def is_data(value: Any) -> bool:
+    """Whether it is what :attr:`dllp.bench.splits.Splits.described` gives."""
+    if not isinstance(value, dict) or set(value) != {"name", "train", "classes", "shape"}:
+        return False
+    name, sizes = value["name"], value["shape"]
+    numbers = [value["train"], value["classes"], *(sizes if isinstance(sizes, list) else [None])]
+    return isinstance(name, str) and name.isprintable() and len(name) <= 200 and all(type(n) is int for n in numbers)
+
+
+def data_text(data: dict[str, Any]) -> str:
+    """What a run was trained on, in words."""
+    size = "x".join(map(str, data["shape"][1:] or data["shape"]))
+    return f"{data['name']}: {data['train']:,} training examples of {size} in {data['classes']} classes"
 
 
 def summarise(table: Table, lines: Lines, variant: Variant, store: Store | None = None) -> dict[str, Any]:
@@ -90,9 +107,16 @@ def summarise(table: Table, lines: Lines, variant: Variant, store: Store | None 
         "quoted": [vars(quoted) for quoted in table.quoted],
         "evaluated_on": "validation" if variant.validation else "test",
         "units": UNITS,
+        **_data(used),
         "command": _command(table, rows, used, variant),
         **provenance(used),
     }
+
+
+def _data(used: Lines) -> dict[str, str]:
+    """What the runs were trained on, where they say it."""
+    text = _distinct(data_text(line["data"]) for line in used if "data" in line)
+    return {"data": text} if text else {}
 
 
 def provenance(used: Lines) -> dict[str, Any]:
@@ -177,7 +201,7 @@ def _verdict(name: str, wanted: float, lines: Lines, dense: Lines) -> dict[str, 
 
 def _command(table: Table, rows: Lines, used: Lines, variant: Variant) -> str:
     """What makes the whole table again; every line of runs.jsonl has the command that made it."""
-    words = ["dllp", "bench", table.name]
+    words = ["dllp", "bench", table.name, *([] if table.data else ["--data", "FOLDER"])]
     own = {row.name: list(row.seeds) for row in table.rows}
     if any(row["seeds"] != own[row["name"]] for row in rows):
         words += ["--seeds", *map(str, sorted({seed for row in rows for seed in row["seeds"]}))]
@@ -209,7 +233,9 @@ def markdown(table: Table, summary: dict[str, Any]) -> str:
         heading = f"{network}, {epochs} epochs" + (f", dense accuracy {_dense(rows)}" if _dense(rows) else "")
         body = [_line(_measured(row)) for row in rows] + [_line(_printed(row)) for row in quoted]
         parts.append("\n".join([f"{heading}:\n", HEADER, *body]))
-    parts += [EXPLANATION, made_by(summary)]
+    if not table.data and "data" in summary:
+        parts.append(f"Measured on {summary['data']}.")
+    parts += [EXPLANATION, *filter(None, [table.note]), made_by(summary)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import platform
 import traceback
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from dllp.bench.jobs import Job, Outcome, Runner
+from dllp.bench.run import check_data
 from dllp.data import load
 from dllp.devices import find_device
 from dllp.errors import DllpError, WorkerError
@@ -24,6 +26,9 @@ class Settings:
         data, root: As for :func:`dllp.data.load`.
         device, precision: Where and how it computes.
         threads: Of the processor, for this worker.
+        loading: Further arguments for :func:`dllp.data.load`.
+        recompute: Whether activations are computed twice instead of kept.
+        seen: What finished runs were trained on.
         version: Of whoever hands out the jobs.
     """
 
@@ -32,6 +37,9 @@ class Settings:
     device: str
     precision: str
     threads: int
+    loading: Mapping[str, Any] = field(default_factory=dict)
+    recompute: bool = False
+    seen: Sequence[dict[str, Any]] = ()
     version: str = __version__
 
 
@@ -94,4 +102,6 @@ class Worker:
             raise WorkerError(f"it has dllp {__version__}, not {own.version}: install the same version everywhere")
         torch.set_num_threads(own.threads)
         machine: dict[str, Any] = {"device": str(find_device(own.device)), "precision": own.precision}
-        return Runner(load(own.data, root=own.root), **machine)
+        runner = Runner(load(own.data, root=own.root, **own.loading), **machine, recompute=own.recompute)
+        check_data(own.seen, runner)
+        return runner

@@ -84,8 +84,9 @@ def load(
         seed: Fixes the validation split.
         validation: Number (int) or fraction (float) of training examples to hold out, stratified; 0 holds out none.
         image_size: Side to which images of class folders and shards are resized.
-        augment: `crop-flip` or `none` for training images in memory; by default crop-flip for colour images.
-            `resized-crop`, the default of large folders and of shards, streams the images of any folder.
+        augment: `crop-flip`, `resized-crop` or `none` for training images; by default crop-flip for colour images
+            in memory and resized-crop for those that are streamed. With resized-crop and an image_size the images of
+            any folder are streamed, because parts are cut from the originals.
         workers: Processes that decode streamed images; by default one for each core, up to 16.
         max_bad: Share of a split's images that may be unreadable, such as 0.1%: they are left out.
         progress: Called with (bytes so far, bytes in all) during a download, to draw a progress bar.
@@ -134,7 +135,8 @@ def _from_path(path: Path, image_size: int | None, options: dict[str, Any]) -> D
         )
     found = large.in_classes(path)
     width, height = (image_size, image_size) if image_size else folder.first_size(found.splits["train"][0])
-    if options["augment"] == "resized-crop" or len(found) * 3 * width * height > IN_MEMORY:
+    from_originals = options["augment"] == "resized-crop" and image_size is not None
+    if from_originals or len(found) * 3 * width * height > IN_MEMORY:
         return _streamed(path, found, image_size, options)
     shared = {name: options[name] for name in ("max_bad", "tell")}
     train, test, validation = folder.arrays(found.splits, image_size, **shared)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 import numpy as np
 import torch
@@ -47,13 +47,11 @@ class ArrayData:
                 f"mean and std have {len(self.mean)} and {len(self.std or ())} values for "
                 f"{self.x.shape[1]} channels: give one for each"
             )
-        if self.augment == "resized-crop":
-            raise DataError("augment = resized-crop needs a folder of images or shards: choose none or crop-flip")
-        if self.augment not in ("none", "crop-flip"):
-            raise DataError(f"augment = {self.augment!r} is unknown: choose none or crop-flip")
-        if self.augment == "crop-flip" and (self.x.ndim != 4 or min(self.x.shape[2:]) <= augment.PADDING):
+        if self.augment not in get_args(Augment):
+            raise DataError(f"augment = {self.augment!r} is unknown: choose {', '.join(get_args(Augment))}")
+        if self.augment != "none" and (self.x.ndim != 4 or min(self.x.shape[2:]) <= augment.PADDING):
             raise DataError(
-                f"augment = crop-flip needs images larger than {augment.PADDING} pixels, not inputs of shape "
+                f"augment = {self.augment} needs images larger than {augment.PADDING} pixels, not inputs of shape "
                 f"{tuple(self.x.shape[1:])}: use augment = none"
             )
 
@@ -138,21 +136,29 @@ class Batches:
         """(inputs, labels) of every step from `start_step` on; inputs are normalised float32."""
         rng = generator(self.seed, 2, epoch)
         order = torch.randperm(self.num_examples, generator=rng)
-        offset = augment.draw(self.num_examples, rng).to(self.device)
+        place = self._draw(rng).to(self.device)
         flip = augment.flips(self._phase, epoch)[order].to(self.device)
         order = order.to(self.device)
         size = self.batch_size
         stride = max(1, CHUNK_ELEMENTS // (size * self.data.x[0].numel())) * size
         for start in range(start_step * size, self.steps * size, stride):
             part = slice(start, min(start + stride, self.steps * size))
-            x = self._gather(order[part], offset[part], flip[part])
+            x = self._gather(order[part], place[part], flip[part])
             y = self.data.y[order[part]]
             for a, b in zip(x.split(size), y.split(size), strict=True):
                 yield (a - self._shift).mul_(self._scale), b
 
-    def _gather(self, index: Tensor, offset: Tensor, flip: Tensor) -> Tensor:
+    def _draw(self, rng: torch.Generator) -> Tensor:
+        """(N, ...): where each image of an epoch is cut."""
+        if self.data.augment == "resized-crop":
+            return augment.boxes(self.num_examples, rng, *self.data.shape[1:])
+        return augment.draw(self.num_examples, rng)
+
+    def _gather(self, index: Tensor, place: Tensor, flip: Tensor) -> Tensor:
         if self.data.augment == "crop-flip":
-            x = augment.crop_flip(self.data.x, index, offset, flip)
+            x = augment.crop_flip(self.data.x, index, place, flip)
+        elif self.data.augment == "resized-crop":
+            x = augment.resized_crop(self.data.x, index, place, flip)
         else:
             x = self.data.x[index]
         return x.contiguous(memory_format=torch.channels_last) if self.channels_last else x

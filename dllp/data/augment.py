@@ -1,16 +1,28 @@
-"""Batched crop and alternating flip: pure indexing, so the same code is fast on every device."""
+"""Batched crops and alternating flips of images in memory: the same few operations are fast on every device."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from dllp.data.images import drawn
+from dllp.data.resize import shares
+
 PADDING = 4
+AREA = (0.25, 1.0)
+"""Share of an image that a resized crop shows. Images in memory are small: less of one is no picture any more."""
 
 
 def draw(count: int, generator: torch.Generator) -> Tensor:
     """(count, 2) vertical and horizontal crop offsets in [-PADDING, PADDING]."""
     return torch.randint(-PADDING, PADDING + 1, (count, 2), generator=generator)
+
+
+def boxes(count: int, generator: torch.Generator, height: int, width: int) -> Tensor:
+    """(count, 4) top, left, height and width of random parts of an image, in pixels."""
+    draw = torch.rand(count, 4, generator=generator, dtype=torch.float64).numpy()
+    left, top, wide, high = map(torch.from_numpy, drawn(width, height, draw, AREA))
+    return torch.stack([top, left, high, wide], dim=1).float()
 
 
 def flips(phase: Tensor, epoch: int) -> Tensor:
@@ -30,6 +42,22 @@ def crop_flip(images: Tensor, index: Tensor, offset: Tensor, flip: Tensor) -> Te
     cols = torch.where(flip[:, None], cols.flip(1), cols)
     channel = torch.arange(channels, device=device)
     return images[index[:, None, None, None], channel[None, :, None, None], rows[:, None, :, None], cols[:, None, None]]
+
+
+def resized_crop(images: Tensor, index: Tensor, box: Tensor, flip: Tensor) -> Tensor:
+    """The parts `box` (B, 4) of images (N, C, H, W)[index] at the size of a whole one, mirrored where `flip` (B,)."""
+    x = images[index].float()
+    top, left, high, wide = box.unbind(1)
+    rows, columns = _enlarged(top, high, x.shape[2]), _enlarged(left, wide, x.shape[3])
+    columns = torch.where(flip[:, None, None], columns.flip(1), columns)
+    x = rows[:, None] @ x @ columns[:, None].mT
+    return x.to(images.dtype) if images.is_floating_point() else x.round_().clamp_(0, 255).to(images.dtype)
+
+
+def _enlarged(start: Tensor, length: Tensor, size: int) -> Tensor:
+    """(B,) begin and length of parts of `size` pixels -> (B, size, size): what each old pixel gives to each new one."""
+    place = (torch.arange(size, device=start.device) + 0.5) * (length / size)[:, None] + start[:, None]
+    return shares(place, torch.ones_like(start), size)
 
 
 def _reflect(position: Tensor, size: int) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -70,7 +70,7 @@ def part(content: bytes, draw: Sequence[float] | None, size: int) -> np.ndarray:
     """
     image = opened(io.BytesIO(content))
     width, height = image.size
-    box = _middle(width, height) if draw is None else _drawn(width, height, draw)
+    box = _middle(width, height) if draw is None else drawn(width, height, np.asarray(draw), AREA)
     factor = min(box[2], box[3]) / (GAP * size)
     if factor >= 2:
         image.draft(None, (math.ceil(width / factor), math.ceil(height / factor)))
@@ -100,14 +100,14 @@ def _middle(width: int, height: int) -> tuple[float, float, float, float]:
     return (width - side) / 2, (height - side) / 2, side, side
 
 
-def _drawn(width: int, height: int, draw: Sequence[float]) -> tuple[float, float, float, float]:
-    """A box of random area, shape and place; where the image is too narrow for it, the box is cut to fit."""
-    low, high = AREA
-    area = width * height * (low + (high - low) * draw[0])
-    shape = math.exp(math.log(SHAPE[0]) + (math.log(SHAPE[1]) - math.log(SHAPE[0])) * draw[1])
-    w, h = min(math.sqrt(area * shape), width), min(math.sqrt(area / shape), height)
-    w, h = max(1.0, min(w, h * SHAPE[1])), max(1.0, min(h, w * SHAPE[1]))
-    return draw[2] * (width - w), draw[3] * (height - h), w, h
+def drawn(width: int, height: int, draw: np.ndarray, area: tuple[float, float]) -> tuple[Any, Any, Any, Any]:
+    """Random numbers (..., 4 or more) -> left, top, width and height (...,) of a box: its share of the area lies
+    within `area`, its shape within :data:`SHAPE`. Where the image is too narrow for it, the box is cut to fit."""
+    wanted = width * height * (area[0] + (area[1] - area[0]) * draw[..., 0])
+    shape = np.exp(np.log(SHAPE[0]) + (np.log(SHAPE[1]) - np.log(SHAPE[0])) * draw[..., 1])
+    w, h = np.minimum(np.sqrt(wanted * shape), width), np.minimum(np.sqrt(wanted / shape), height)
+    w, h = np.maximum(1.0, np.minimum(w, h * SHAPE[1])), np.maximum(1.0, np.minimum(h, w * SHAPE[1]))
+    return draw[..., 2] * (width - w), draw[..., 3] * (height - h), w, h
 
 
 def _reason(error: Exception) -> str:

@@ -33,8 +33,19 @@ def _resize(canvas: Tensor, extent: Tensor, size: int, mirror: Tensor) -> Tensor
 
 def _weights(place: Tensor, length: Tensor, span: int, size: int) -> Tensor:
     """(B, size) places of new pixels, (B,) old ones along a canvas of `span` -> (B, size, span) their shares."""
-    scale = (length.float() / size)[:, None, None]
-    old = torch.arange(span, device=length.device) + 0.5
-    weights = (old - place[:, :, None] * scale).abs_().div_(-scale.clamp_min(1)).add_(1).clamp_min_(0)
-    weights *= old < length[:, None, None]
+    scale = length.float() / size
+    return shares(place * scale[:, None], scale.clamp_min(1), span, length)
+
+
+def shares(place: Tensor, reach: Tensor, span: int, length: Tensor | None = None) -> Tensor:
+    """(B, size, span): what each of `span` old pixels gives to each new one, by a triangle of half width `reach` (B,).
+
+    Args:
+        place: (B, size): where the new pixels lie among the old ones.
+        length: (B,): how many old pixels there are, where they are fewer than `span`.
+    """
+    old = torch.arange(span, device=place.device) + 0.5
+    weights = (old - place[:, :, None]).abs_().div_(-reach[:, None, None]).add_(1).clamp_min_(0)
+    if length is not None:
+        weights *= old < length[:, None, None]
     return weights.div_(weights.sum(2, keepdim=True))

@@ -141,8 +141,10 @@ def bench() -> ArgumentParser:
     parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="Seeds, instead of each row's own.")
     parser.add_argument("--rows", type=str, nargs="+", metavar="ROW", help="Rows to run, by name or pattern.")
     parser.add_argument("--out", type=str, default=RESULTS, metavar="DIR", help="Folder of all results.")
-    add_fields(parser, Task, ("data_root",))
-    add_fields(parser, Config, ("device",))
+    text = "Folder of images for table3: class folders or tar shards, of any size."
+    parser.add_argument("--data", type=str, metavar="FOLDER", help=text)
+    add_fields(parser, Task, ("data_root", "image_size", "workers"))
+    add_fields(parser, Config, ("device", "recompute"))
     text = "float32, or bfloat16 with float32 master weights. (default: bfloat16 on CUDA)"
     parser.add_argument("--precision", type=Literal["float32", "bfloat16"], metavar="float32|bfloat16", help=text)
     parser.add_argument("--epochs", type=int, metavar="N", help="Epochs of a quick try, in a folder of its own.")
@@ -152,7 +154,7 @@ def bench() -> ArgumentParser:
     text = "Where jobs run: worker processes of this machine, or a Ray cluster. (default: this process, one by one)"
     parser.add_argument("--launcher", type=Literal["local", "ray"], metavar="local|ray", help=text)
     text = "Jobs at once. (default: one for each CUDA device, or 2; on Ray as many as the cluster holds)"
-    parser.add_argument("--workers", type=int, metavar="N", help=text)
+    parser.add_argument("--jobs", type=int, metavar="N", help=text)
     text = "Head of the Ray cluster: HOST:PORT, auto, or local. (default: $RAY_ADDRESS, or a Ray of its own)"
     parser.add_argument("--address", type=str, metavar="TEXT", help=text)
     parser.add_argument("--cpus", type=int, metavar="N", help="Processors for each job on Ray. (default: 1)")

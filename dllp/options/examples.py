@@ -44,10 +44,12 @@ examples:
       what would be run, and what is finished
   dllp bench table2 --shard 1/2 & dllp bench table2 --shard 2/2; wait
       two processes share the work
-  dllp bench table2 --launcher local --workers 4
+  dllp bench table2 --launcher local --jobs 4
       four processes that take the next job when they are free
   dllp bench table2 --launcher ray --address head:6379
       the nodes of a Ray cluster, a GPU for each job; jobs of a lost node go to others; pip install 'dllp[ray]'
+  dllp bench table3 --data imagenet --image-size 224 --out results-imagenet
+      ResNet-50 on a folder of your own, train/<class>/*.jpg and val/<class>/*.jpg, streamed where it is large
   dllp bench figure3; dllp bench figure4; dllp bench reliability
       what pruned networks doubt; runs that another bench has finished are taken over
   dllp bench table1 --validation 5000 --epochs 20 --rows dllp-channel-55 --seeds 0
