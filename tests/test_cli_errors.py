@@ -24,6 +24,8 @@ from tests.commands import FAST, npy, one_line
         ("prune surplus", ["surplus"]),
         ("prune --epochs", ["--epochs"]),
         ("prune --epochs many", ["epochs = many", "a whole number"]),
+        ("prune --keep-flops half", ["keep_flops = half", "expected a number"]),
+        ("prune --slab-bounds 1", ["slab_bounds = 1", "expected two numbers"]),
         ("prune --granularity layer", ["granularity = layer", "channel, weight"]),
         ("prune --bandwidth wide", ["bandwidth = wide", "median, paper or a number"]),
         ("prune --keep-flops nan", ["keep_flops = nan"]),

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 
 from dllp.options.commands import COMMANDS
 
-_KINDS = {"<class 'int'>": "a whole number", "<class 'float'>": "a number", "<class 'str'>": "text"}
+_KINDS = {
+    "<class 'int'>": "a whole number", "<class 'float'>": "a number", "<class 'str'>": "text",
+    "<class 'tuple'>": "two numbers such as [0.3,30]",
+}  # fmt: skip
 
 
 def plain(message: str) -> str:
@@ -21,7 +24,7 @@ def plain(message: str) -> str:
     if not key:
         message = re.sub(r"(evaluate|analyze|report|export|speed)\.folders?", "the run folder", message)
         return message.replace("bench.name", "the table's name").replace("export.out", "--out FILE")
-    kinds: list[str] = re.findall(r"Expected an? (typing\.Literal\[.*?\]|<class '\w+'>)", message)
+    kinds: list[str] = re.findall(r"Expected (?:an? )?(typing\.Literal\[.*?\]|<class '\w+'>)", message)
     words = [_KINDS.get(kind) or kind.removeprefix("typing.Literal").strip("[]").replace("'", "") for kind in kinds]
     wanted = [word for word in words if not word.startswith("<")]
     value = re.search(r"(?:Got|Given) value: (.*)\Z", message)
