@@ -54,7 +54,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Table:
     return small
 
 
-def test_rows_are_those_of_the_issue() -> None:
+def test_every_row_stands_with_its_seeds_and_targets() -> None:
     table = tables.TABLES["table3"]
     jobs = {row.name: row.job for row in table.rows}
     assert list(jobs) == ["dense", "dllp-channel-65.95", "tuned-l1-filters-65.95", "tuned-slimming-65.95"]
