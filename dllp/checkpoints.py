@@ -112,7 +112,8 @@ class Checkpoints:
 
     def _write(self, step: int, state: State) -> None:
         tensors, values = state
-        metadata = {"format": FORMAT, "sha256": digest(tensors, values), "values": json.dumps(values)}
+        text = json.dumps(values)
+        metadata = {"format": FORMAT, "sha256": digest(tensors, text), "values": text}
         written = self.folder / f"step-{step:09d}.safetensors"
         try:
             for torn in self.folder.glob(".step-*.tmp"):  # of a process that was killed while it wrote
@@ -141,19 +142,21 @@ def read(path: Path) -> State:
     metadata = artifacts.read_metadata(path)
     if metadata.get("format") != FORMAT:
         raise ArtifactError(f"{path} is not a checkpoint of this version of dllp")
-    tensors = artifacts.read_tensors(path)
+    tensors, text = artifacts.read_tensors(path), metadata.get("values", "")
+    if digest(tensors, text) != metadata.get("sha256"):
+        raise ArtifactError(f"{path} is damaged: its checksum does not fit")
     try:
-        values = json.loads(metadata.get("values", ""))
+        values = json.loads(text)
     except (ValueError, RecursionError):
         raise ArtifactError(f"{path}: its values are not valid JSON: the file is damaged") from None
-    if not isinstance(values, dict) or digest(tensors, values) != metadata.get("sha256"):
-        raise ArtifactError(f"{path} is damaged: its checksum does not fit")
+    if not isinstance(values, dict):
+        raise ArtifactError(f"{path}: its values are no object: the file is damaged")
     return tensors, values
 
 
-def digest(tensors: dict[str, Tensor], values: dict[str, Any]) -> str:
-    """SHA-256 over names, types, shapes and contents."""
-    total = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
+def digest(tensors: dict[str, Tensor], values: str) -> str:
+    """SHA-256 over the values as they are written, and names, types, shapes and contents of the tensors."""
+    total = hashlib.sha256(values.encode(errors="surrogatepass"))  # a stranger's text may hold anything
     for name in sorted(tensors):
         value = tensors[name].contiguous()
         total.update(f"{name} {value.dtype} {tuple(value.shape)};".encode())

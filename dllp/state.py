@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any, get_type_hints
 
 import torch
@@ -41,7 +40,7 @@ def snapshot(trainer: Trainer) -> State:
         "step": trainer.step_index,
         "lr_scale": trainer.lr_scale,
         "patience": [trainer.best, trainer.waited],
-        "history": [asdict(record) for record in trainer.history],
+        "history": [dict(vars(record)) for record in trainer.history],  # a closed record changes no more
     }
     return tensors, values
 
