@@ -1,15 +1,22 @@
 """Images per second of the input pipeline on two cores, over what Pillow alone decodes on those cores.
 
-python benchmarks/pipeline.py FOLDER [--image-size 64] [--json FILE]    FOLDER: train/<class>/*.jpg
+python benchmarks/pipeline.py FOLDER [--image-size 64] [--jsonl FILE]    FOLDER: train/<class>/*.jpg
 
-All take turns, so that they see the same machine; a ratio is the median over the turns. `host` is what the cores do:
-reading, decoding, cropping, batching and handing over. `whole` also resizes, mirrors and normalises, on the GPU where
-there is one; without one that competes for the same two cores.
+All take turns, so that they see the same machine; a ratio is the median over the turns.
+
+pillow    opens and decodes files, in two processes
+resized   Pillow alone too, and resizes half the area of each image to the size that training wants
+host      what the pipeline does on the cores where a GPU does the rest: reads, decodes, cuts and hands over batches
+whole     batches as training gets them: resized, mirrored and normalised too, on the GPU where there is one
+
+`ratio` is of images per second: true where nobody else uses the cores. `effort` is the same of processor time for each
+image, of all processes together, which others disturb less: the ratio that cores kept busy would reach.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -17,6 +24,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +38,17 @@ from dllp.data.sources import of_classes
 from dllp.data.stream import Order, read
 
 CORES, BATCH = 2, 256
+TICK = os.sysconf("SC_CLK_TCK")
 
 
-def decode(paths: list[str]) -> int:
-    """Pillow alone."""
+def decode(size: int | None, paths: list[str]) -> int:
+    """Pillow alone; with `size` a part of half the area becomes that square."""
     for path in paths:
         with Image.open(path) as image:
-            image.convert("RGB")
+            whole = image.convert("RGB")
+            if size is not None:
+                box = 0, 0, 0.7 * whole.width, 0.7 * whole.height
+                whole.resize((size, size), Image.Resampling.BILINEAR, box)
     return len(paths)
 
 
@@ -53,36 +65,67 @@ def drained(batches: Iterator[Any], count: int) -> Callable[[], None]:
     return take
 
 
-def seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
+def forever(source: StreamBatches) -> Iterator[Any]:
+    """The batches of all epochs."""
+    for epoch in itertools.count():
+        yield from source.epoch(epoch)
+
+
+def spent() -> float:
+    """Seconds of processor time of this process and those that it has started and that still live."""
+    total = 0
+    for pid in (os.getpid(), *(child.pid for child in multiprocessing.active_children())):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total += int(fields[11]) + int(fields[12])
+    return total / TICK
+
+
+def taken(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds by the clock, and of processor time."""
+    processor, began = spent(), time.perf_counter()
     work()
-    return time.perf_counter() - began
+    return time.perf_counter() - began, spent() - processor
 
 
 def measure(folder: Path, image_size: int, batches: int, rounds: int) -> dict[str, Any]:
-    """Images per second of `rounds` turns of so many batches, and their ratios."""
+    """`rounds` turns of so many batches."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     sources, _ = of_classes(folder, "train")
     data = StreamedData(sources, torch.zeros(len(sources)).long(), image_size, Tally(len(sources)), workers=CORES)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     order = torch.randperm(len(sources), generator=torch.Generator().manual_seed(0))[: batches * BATCH].tolist()
     parts = [[sources.path(i) for i in order[start : start + 32]] for start in range(0, len(order), 32)]
-    turns: list[dict[str, float]] = []
+    turns: list[dict[str, tuple[float, float]]] = []
     with multiprocessing.Pool(CORES) as pool:
-        sum(pool.imap_unordered(decode, parts))  # files and processes are warm from here on
+        pillow, resized = (
+            lambda size=size: sum(pool.imap_unordered(partial(decode, size), parts)) for size in (None, image_size)
+        )
+        pillow()  # files and processes are warm from here on
         for _ in range(rounds):
+            turn = {"pillow": taken(pillow), "resized": taken(resized)}
             source = StreamBatches(data, BATCH, seed=0, device=device)
-            turn = {"pillow": seconds(lambda: sum(pool.imap_unordered(decode, parts)))}
-            turn["host"] = seconds(drained(read(data, Order(source, 0, 0), pinned=device.type == "cuda"), batches))
-            turn["whole"] = seconds(drained(source.epoch(0), batches))
-            turns.append({name: len(order) / spent for name, spent in turn.items()})
-    ratios = {name: statistics.median(turn[name] / turn["pillow"] for turn in turns) for name in ("host", "whole")}
+            turn["host"] = taken(drained(read(data, Order(source, 0, 0), finish=False), batches))
+            turn["whole"] = taken(drained(forever(source), batches))
+            turns.append(turn)
+    count = {name: len(order) if name in ("pillow", "resized") else batches * BATCH for name in turns[0]}
+    middle = {
+        name: [statistics.median(turn[name][k] / count[name] for turn in turns) for k in (0, 1)] for name in turns[0]
+    }
+    ratios = {
+        name: [
+            statistics.median(turn["pillow"][k] / count["pillow"] / (turn[name][k] / count[name]) for turn in turns)
+            for k in (0, 1)
+        ]
+        for name in ("resized", "host", "whole")
+    }
     return {
         "images": len(sources), "image_size": image_size, "batch": BATCH, "cores": CORES, "device": str(device),
         "hardware": platform.processor() or platform.machine(), "torch": torch.__version__, "Pillow": PIL.__version__,
-        "images_per_second": {name: round(statistics.median(turn[name] for turn in turns)) for name in turns[0]},
-        "ratio": {name: round(value, 3) for name, value in ratios.items()},
-        "turns": [{name: round(value) for name, value in turn.items()} for turn in turns],
+        "load": round(os.getloadavg()[0], 1), "rounds": rounds,
+        "images_per_second": {name: round(1 / value[0]) for name, value in middle.items()},
+        "microseconds": {name: round(1e6 * value[1], 1) for name, value in middle.items()},
+        "ratio": {name: round(value[0], 3) for name, value in ratios.items()},
+        "effort": {name: round(value[1], 3) for name, value in ratios.items()},
     }  # fmt: skip
 
 
@@ -92,13 +135,13 @@ def main() -> None:
     parser.add_argument("--image-size", type=int, default=64)
     parser.add_argument("--batches", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--jsonl", type=Path, help="a line is added to this file")
     given = parser.parse_args()
-    figures = measure(given.folder, given.image_size, given.batches, given.rounds)
-    text = json.dumps(figures, indent=1)
-    print(text)
-    if given.json is not None:
-        given.json.write_text(text + "\n")
+    line = json.dumps(measure(given.folder, given.image_size, given.batches, given.rounds))
+    print(line)
+    if given.jsonl is not None:
+        with given.jsonl.open("a") as file:
+            file.write(line + "\n")
 
 
 if __name__ == "__main__":

@@ -67,7 +67,8 @@ def read_part(path: Path | str, offset: int, size: int | None, limit: int, kind:
         wanted = end - offset if size is None else size
         if wanted > limit:
             raise kind(f"{path}: {wanted} bytes are more than the {limit} that are read")
-        os.lseek(handle, offset, os.SEEK_SET)
+        if offset:
+            os.lseek(handle, offset, os.SEEK_SET)
         content = os.read(handle, wanted)
     except OSError as error:
         raise kind(f"cannot read {path}: {error.strerror}") from None

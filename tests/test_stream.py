@@ -19,9 +19,9 @@ from PIL import Image
 from torch import Tensor
 
 from dllp import data
-from dllp.data import ArrayData, StreamBatches, StreamedData, images, ood, stream
+from dllp.data import ArrayData, StreamBatches, StreamedData, images, ood, reader, stream
 from dllp.data.bad import Tally, Unreadable, share
-from dllp.data.resize import resize
+from dllp.data.resize import resize_all, resize_one
 from dllp.errors import ConfigError, DataError
 from tests import pictures
 
@@ -63,24 +63,29 @@ def same(a: list[tuple[Tensor, Tensor]], b: list[tuple[Tensor, Tensor]]) -> bool
 )
 def test_resizing_is_pillows(sizes: list[tuple[int, int]], size: int, flip: bool) -> None:
     rng = np.random.default_rng(len(sizes))
-    canvas = torch.from_numpy(rng.integers(0, 256, (len(sizes), 50, 50, 3), np.uint8))  # the rest must not be seen
-    found = resize(canvas, torch.tensor(sizes), size, torch.full((len(sizes),), flip))
-    for image, (h, w), new in zip(canvas, sizes, found, strict=True):
-        old = Image.fromarray(image[:h, :w].contiguous().numpy())
-        wanted = np.asarray(old.resize((size, size), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+    images = [rng.integers(0, 256, (h, w, 3), np.uint8) for h, w in sizes]
+    pixels = torch.from_numpy(np.concatenate([image.reshape(-1) for image in images]))
+    together = resize_all(pixels, torch.tensor(sizes), torch.full((len(sizes),), flip), size)
+    for image, found in zip(images, together, strict=True):
+        wanted = np.asarray(Image.fromarray(image).resize((size, size), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
         wanted = wanted[:, :, ::-1] if flip else wanted
-        assert int(np.abs(new.numpy().astype(int) - wanted).max()) <= 1
+        for new in (found.numpy(), resize_one(image, flip, size)):
+            assert new.shape == (3, size, size) and int(np.abs(new.astype(int) - wanted).max()) <= 1
 
 
-@given(st.integers(2, 600), st.integers(2, 600), st.lists(st.floats(0, 1), min_size=4, max_size=4), st.integers(8, 64))
+def part(content: bytes, box: list[float] | None, size: int) -> np.ndarray:
+    return images.Part(content, box, size).decode().cut()
+
+
+@given(st.integers(2, 600), st.integers(2, 600), st.lists(st.floats(0, 1), min_size=5, max_size=5), st.integers(8, 64))
 def test_parts_lie_in_the_image_and_are_no_larger_than_needed(w: int, h: int, draw: list[float], size: int) -> None:
     buffer = io.BytesIO()
     Image.new("RGB", (w, h), (90, 120, 200)).save(buffer, "JPEG")
-    for wanted in (draw, None):
-        part = images.part(buffer.getvalue(), wanted, size)
-        assert part.dtype == np.uint8 and min(part.shape) >= 1 and part.shape[0] <= h and part.shape[1] <= w
-        assert max(part.shape[:2]) <= 4 / 3 * 2 * images.GAP * size + 2
-        assert int(np.abs(part.astype(int) - (90, 120, 200)).max()) <= 4, "nothing but the image"
+    for box in (images.boxes(np.array([draw]))[0], None):
+        found = part(buffer.getvalue(), box, size)
+        assert found.dtype == np.uint8 and min(found.shape) >= 1 and found.shape[0] <= h and found.shape[1] <= w
+        assert max(found.shape[:2]) <= 4 / 3 * 2 * images.GAP * size + 2
+        assert int(np.abs(found.astype(int) - (90, 120, 200)).max()) <= 4, "nothing but the image"
 
 
 def test_evaluation_sees_the_middle() -> None:
@@ -88,20 +93,20 @@ def test_evaluation_sees_the_middle() -> None:
     pixels[2:30, 18:46] = 200
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
-    part = images.part(buffer.getvalue(), None, 28)
-    assert part.shape == (28, 28, 3) and part.min() == 200
+    found = part(buffer.getvalue(), None, 28)
+    assert found.shape == (28, 28, 3) and found.min() == 200
 
 
 def test_large_photographs_are_decoded_small(monkeypatch: pytest.MonkeyPatch) -> None:
     content = pictures.jpeg(np.random.default_rng(0), (1600, 1200))
     drafts = []
     monkeypatch.setattr(images, "colour", lambda image: drafts.append(image.size) or image.convert("RGB"))
-    small = images.part(content, None, 32)
+    small = part(content, None, 32)
     assert drafts == [(200, 150)] and min(small.shape[:2]) >= 32
     monkeypatch.setattr(images, "GAP", 1000)
-    whole = images.part(content, None, 32)
-    pair = [resize(torch.from_numpy(p.copy())[None], torch.tensor([p.shape[:2]]), 32).float() for p in (small, whole)]
-    assert float((pair[0] - pair[1]).abs().mean()) < 2
+    whole = part(content, None, 32)
+    pair = [resize_one(found.copy(), False, 32).astype(float) for found in (small, whole)]
+    assert np.abs(pair[0] - pair[1]).mean() < 2
 
 
 # ---- order and place
@@ -222,7 +227,7 @@ def test_nothing_to_read_ends_too(own: Path, monkeypatch: pytest.MonkeyPatch) ->
     split = train(own, max_bad="99%")
     for path in (own / "train").rglob("*.jpg"):
         path.write_bytes(b"")
-    monkeypatch.setattr(stream, "TRIES", 3)
+    monkeypatch.setattr(reader, "TRIES", 3)
     with pytest.raises(DataError, match="3 images in a row cannot be read"):
         next(StreamBatches(split, 2, seed=0).epoch(0))
     with pytest.raises(DataError, match="cannot read 24 of 24"):
@@ -252,7 +257,7 @@ def test_a_folder_in_which_val_has_more_classes(own: Path) -> None:
 
 def test_a_worker_that_dies_is_one_line(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split = train(root)
-    monkeypatch.setattr(stream, "part", lambda *_: os._exit(3))
+    monkeypatch.setattr(reader, "Part", lambda *_: os._exit(3))
     with pytest.raises(DataError, match=r"has died .*lower workers") as caught:
         next(StreamBatches(replace(split, workers=1), 4, seed=0).epoch(0))
     assert "\n" not in str(caught.value)

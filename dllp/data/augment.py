@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dllp.data.images import drawn
+from dllp.data.images import SHAPE
+from dllp.data.images import boxes as parts
 from dllp.data.resize import shares
 
 PADDING = 4
@@ -20,9 +21,12 @@ def draw(count: int, generator: torch.Generator) -> Tensor:
 
 def boxes(count: int, generator: torch.Generator, height: int, width: int) -> Tensor:
     """(count, 4) top, left, height and width of random parts of an image, in pixels."""
-    draw = torch.rand(count, 4, generator=generator, dtype=torch.float64).numpy()
-    left, top, wide, high = map(torch.from_numpy, drawn(width, height, draw, AREA))
-    return torch.stack([top, left, high, wide], dim=1).float()
+    draws = torch.rand(count, 4, generator=generator, dtype=torch.float64).numpy()
+    wide, high, across, down = torch.from_numpy(parts(draws, AREA)).unbind(1)
+    unit, longest = (height * width) ** 0.5, SHAPE[1]
+    wide, high = (wide * unit).clamp(max=width), (high * unit).clamp(max=height)
+    wide, high = wide.minimum(high * longest).clamp(min=1), high.minimum(wide * longest).clamp(min=1)
+    return torch.stack([down * (height - high), across * (width - wide), high, wide], dim=1).float()
 
 
 def flips(phase: Tensor, epoch: int) -> Tensor:

@@ -7,16 +7,18 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
+from PIL.JpegImagePlugin import JpegImageFile
 
 from dllp.data.bad import Unreadable
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
-FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
+FORMATS = ("JPEG", "PNG", "BMP", "WEBP")
 """By content, whatever a file is called: Pillow would start Ghostscript for PostScript."""
+JPEG = b"\xff\xd8\xff"
 PIXELS = 2**26
 """An image with more is refused by its header."""
 LEAST_SIDE = 2
@@ -26,6 +28,8 @@ DRAWS = 5
 CENTRE = 7 / 8
 """Side of the middle part that evaluation looks at, in units of the image's shorter side (224 of 256)."""
 AREA, SHAPE = (0.08, 1.0), (3 / 4, 4 / 3)
+SMALL = 2**14
+"""Pixels up to which an image is copied faster whole than cropped."""
 GAP = 1.5
 """Images are decoded no smaller than this many times their later size: what is lost then cannot be seen."""
 
@@ -40,10 +44,13 @@ def quiet() -> Iterator[None]:
 
 def opened(file: BinaryIO) -> Image.Image:
     """The image as its header describes it, its size checked."""
+    start = file.read(len(JPEG))
+    file.seek(0)
     try:
-        image = Image.open(file, formats=FORMATS)
-    except UnidentifiedImageError:
-        raise Unreadable("it is no image" if file.seek(0, 2) else "it is empty") from None
+        # Most are JPEGs: where images are small, Pillow's way to find that out takes a twentieth of all time.
+        image = JpegImageFile(file) if start == JPEG else Image.open(file, formats=FORMATS)
+    except (UnidentifiedImageError, SyntaxError):
+        raise Unreadable("it is no image" if start else "it is empty") from None
     except Exception as error:  # a damaged image can raise almost anything
         raise Unreadable(_reason(error)) from None
     width, height = image.size
@@ -63,30 +70,61 @@ def colour(image: Image.Image) -> Image.Image:
         raise Unreadable(_reason(error)) from None
 
 
-def part(content: bytes, draw: Sequence[float] | None, size: int) -> np.ndarray:
-    """(h, w, 3) uint8: the drawn part of an image, or its middle, still to be resized to `size` x `size`.
+def boxes(draws: np.ndarray, area: tuple[float, float] = AREA) -> np.ndarray:
+    """(B, DRAWS) random numbers -> for each image what :class:`Part` takes of it: width and height, place across, down.
 
-    A part that is much larger is made smaller by whole factors, inside the JPEG decoder where that is possible.
+    Sizes are in units of the root of the image's area, places in units of the room that the part leaves.
     """
-    image = opened(io.BytesIO(content))
-    width, height = image.size
-    box = _middle(width, height) if draw is None else drawn(width, height, np.asarray(draw), AREA)
-    factor = min(box[2], box[3]) / (GAP * size)
-    if factor >= 2:
-        image.draft(None, (math.ceil(width / factor), math.ceil(height / factor)))
-        if image.size != (width, height):
-            across, down = image.size[0] / width, image.size[1] / height
-            box = (box[0] * across, box[1] * down, box[2] * across, box[3] * down)
-    image = colour(image)
-    left, top = int(box[0]), int(box[1])
-    right = max(left + 1, min(image.width, round(box[0] + box[2])))
-    bottom = max(top + 1, min(image.height, round(box[1] + box[3])))
-    factor = int(min(right - left, bottom - top) / (GAP * size))
-    if factor > 1:
-        return _pixels(image.reduce(factor, (left, top, right, bottom)))
-    whole = _pixels(image)
-    found = whole[top:bottom, left:right]
-    return found.copy() if 2 * found.size < whole.size else found  # a small part must not keep a large image alive
+    share = area[0] + (area[1] - area[0]) * draws[:, 0]
+    shape = SHAPE[0] * (SHAPE[1] / SHAPE[0]) ** draws[:, 1]
+    return np.stack([np.sqrt(share * shape), np.sqrt(share / shape), draws[:, 2], draws[:, 3]], 1)
+
+
+class Part:
+    """The part of an image that is wanted, on its way from its bytes: opened, then :meth:`decode`, then :meth:`cut`.
+
+    Args:
+        content: The encoded image.
+        box: One of :func:`boxes`; None for the middle.
+        size: Side of the square that the part becomes later. A part that is much larger is made smaller by whole
+            factors, inside the JPEG decoder where that is possible.
+    """
+
+    __slots__ = ("box", "image", "size")
+
+    def __init__(self, content: bytes, box: Sequence[float] | None, size: int) -> None:
+        self.image, self.size = opened(io.BytesIO(content)), size
+        width, height = self.image.size
+        left, top, across, down = _middle(width, height) if box is None else _drawn(width, height, box)
+        factor = min(across, down) / (GAP * size)
+        if factor >= 2:
+            self.image.draft(None, (math.ceil(width / factor), math.ceil(height / factor)))
+            x, y = self.image.width / width, self.image.height / height
+            left, top, across, down = left * x, top * y, across * x, down * y
+        self.box = left, top, left + across, top + down
+
+    @property
+    def area(self) -> int:
+        """Pixels that will be decoded."""
+        return self.image.width * self.image.height
+
+    def decode(self) -> Part:
+        self.image = colour(self.image)
+        return self
+
+    def cut(self) -> np.ndarray:
+        """(h, w, 3) uint8."""
+        image = self.image
+        width, height = image.size
+        left, top = int(self.box[0]), int(self.box[1])
+        right = max(left + 1, min(width, round(self.box[2])))
+        bottom = max(top + 1, min(height, round(self.box[3])))
+        factor = int(min(right - left, bottom - top) / (GAP * self.size))
+        if factor > 1:
+            return _pixels(image.reduce(factor, (left, top, right, bottom)))
+        if width * height > SMALL:
+            return _pixels(image.crop((left, top, right, bottom)))
+        return _pixels(image)[top:bottom, left:right]
 
 
 def _pixels(image: Image.Image) -> np.ndarray:
@@ -100,14 +138,12 @@ def _middle(width: int, height: int) -> tuple[float, float, float, float]:
     return (width - side) / 2, (height - side) / 2, side, side
 
 
-def drawn(width: int, height: int, draw: np.ndarray, area: tuple[float, float]) -> tuple[Any, Any, Any, Any]:
-    """Random numbers (..., 4 or more) -> left, top, width and height (...,) of a box: its share of the area lies
-    within `area`, its shape within :data:`SHAPE`. Where the image is too narrow for it, the box is cut to fit."""
-    wanted = width * height * (area[0] + (area[1] - area[0]) * draw[..., 0])
-    shape = np.exp(np.log(SHAPE[0]) + (np.log(SHAPE[1]) - np.log(SHAPE[0])) * draw[..., 1])
-    w, h = np.minimum(np.sqrt(wanted * shape), width), np.minimum(np.sqrt(wanted / shape), height)
-    w, h = np.maximum(1.0, np.minimum(w, h * SHAPE[1])), np.maximum(1.0, np.minimum(h, w * SHAPE[1]))
-    return draw[..., 2] * (width - w), draw[..., 3] * (height - h), w, h
+def _drawn(width: int, height: int, box: Sequence[float]) -> tuple[float, float, float, float]:
+    """The same of a box; where the image is too narrow for it, the box is cut to fit. Numpy is slower for one."""
+    unit = math.sqrt(width * height)
+    w, h = min(unit * box[0], width), min(unit * box[1], height)
+    w, h = max(1.0, min(w, h * SHAPE[1])), max(1.0, min(h, w * SHAPE[1]))
+    return box[2] * (width - w), box[3] * (height - h), w, h
 
 
 def _reason(error: Exception) -> str:

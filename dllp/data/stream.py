@@ -1,4 +1,4 @@
-"""Splits too large for memory: images are decoded by worker processes, then resized and mirrored on the device."""
+"""Splits too large for memory: worker processes read the images of whole batches, in an order fixed by the seed."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ import signal
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
+from dllp.data import reader
 from dllp.data.arrays import ArrayData, Augment, generator
-from dllp.data.bad import Tally, Unreadable
-from dllp.data.images import DRAWS, part, quiet
-from dllp.data.resize import resize
+from dllp.data.bad import Tally
+from dllp.data.images import DRAWS, quiet
+from dllp.data.reader import Answer, Reader, Request
+from dllp.data.resize import resize_all
 from dllp.data.sources import Sources
 from dllp.errors import DataError
 
 MOST_WORKERS = 16
-TRIES = 100
-"""Images in a row that may be bad before training gives up."""
 IN_MEMORY = 2**32
 """Bytes up to which decoded images are kept in memory."""
 CHUNK = 64
+CACHED = 2**18
+"""Numbers normalised at once on a CPU: they stay in its cache."""
 
 
 @dataclass(frozen=True)
@@ -100,80 +102,37 @@ class StreamedData:
         return ArrayData(torch.from_numpy(x[:filled]), self.y[torch.cat(read)], self.mean, self.std)
 
 
-class Request(NamedTuple):
-    """The images of one batch by number (B,), and random numbers (B, DRAWS) for parts of them in place of the middle.
-
-    An image that cannot be read leaves its place empty, or with `fill` to the next one that can.
-    """
-
-    numbers: np.ndarray
-    draws: np.ndarray | None = None
-    fill: bool = False
-
-
-class Reader(Dataset[tuple[Tensor, Tensor, Tensor, Tensor, list[tuple[int, str]]]]):
-    """What a worker process does: (canvas, extent, mirror) as :func:`resize` takes them, (B,) numbers, what was bad."""
-
-    def __init__(self, sources: Sources, image_size: int) -> None:
-        self.sources, self.image_size = sources, image_size
-
-    def __getitem__(self, request: Request) -> tuple[Tensor, Tensor, Tensor, Tensor, list[tuple[int, str]]]:
-        images: list[np.ndarray] = []
-        numbers: list[int] = []
-        bad: list[tuple[int, str]] = []
-        tries = TRIES if request.fill else 1
-        draws = itertools.repeat(None) if request.draws is None else request.draws.tolist()
-        with quiet():
-            for first, draw in zip(request.numbers.tolist(), draws, strict=False):
-                for i in range(first, first + tries):
-                    number = i % len(self.sources)
-                    try:
-                        images.append(part(self.sources.read(number), draw, self.image_size))
-                        numbers.append(number)
-                        break
-                    except Unreadable as error:
-                        bad.append((number, str(error)))
-        extent = torch.tensor([image.shape[:2] for image in images]).view(-1, 2)
-        height, width = extent.amax(0).tolist() if images else (1, 1)
-        canvas = torch.empty((len(images), height, width, 3), dtype=torch.uint8)
-        view = canvas.numpy()
-        for k, image in enumerate(images):
-            view[k, : image.shape[0], : image.shape[1]] = image
-        mirror = torch.zeros(len(images), dtype=torch.bool)
-        if request.draws is not None and len(images) == len(request.draws):
-            mirror = torch.from_numpy(request.draws[:, -1] < 0.5)
-        return canvas, extent, mirror, torch.tensor(numbers, dtype=torch.int64), bad
-
-
 def pictures(
     data: StreamedData, requests: Iterable[Request], device: torch.device | str
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """For each request uint8 images (B, 3, S, S) on the device, and which ones they are (B,)."""
     device = torch.device(device)
-    for *parts, index in read(data, requests, pinned=device.type == "cuda"):
-        canvas, extent, mirror = (part.to(device, non_blocking=True) for part in parts)
-        yield resize(canvas, extent, data.image_size, mirror), index
+    finish = device.type == "cpu"
+    for answer in read(data, requests, finish):
+        pixels, (extent, mirror, numbers) = answer.pixels, (torch.from_numpy(part) for part in answer[1:4])
+        if not finish:
+            pixels = resize_all(pixels.to(device, non_blocking=True), extent, mirror, data.image_size)
+        yield pixels, numbers
 
 
-def read(
-    data: StreamedData, requests: Iterable[Request], pinned: bool = False
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """For each request canvas, extent and mirror as :func:`resize` takes them, and which images they are (B,)."""
+def read(data: StreamedData, requests: Iterable[Request], finish: bool) -> Iterator[Answer]:
+    """The answer to each request, as :class:`Reader` gives it; what is bad is counted."""
     workers = _cores() if data.workers is None else data.workers
     if isinstance(requests, list):
         workers = min(workers, len(requests))
     with quiet():  # more processes than cores are the user's choice
         loader = DataLoader(
-            Reader(data.sources, data.image_size), sampler=requests, batch_size=None, collate_fn=_as_is,  # type: ignore
-            num_workers=workers, worker_init_fn=_begin_worker, pin_memory=pinned,
+            Reader(data.sources, data.image_size, finish), sampler=requests, batch_size=None,  # type: ignore
+            collate_fn=_as_is, num_workers=workers, prefetch_factor=reader.AHEAD if workers else None,
+            worker_init_fn=_begin_worker, pin_memory=not finish,
             generator=torch.Generator(),  # else it would draw from the run's own random numbers
         )  # fmt: skip
         batches = iter(loader)
     try:
-        for canvas, extent, mirror, index, bad in batches:
-            for number, reason in bad:
+        for answer in batches:
+            for number, reason in answer.bad:
                 data.tally.add(data.sources.name(number), reason)
-            yield canvas, extent, mirror, index
+            yield answer
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
@@ -217,10 +176,27 @@ class StreamBatches:
         for step in range(start_step, self.steps):
             pixels, index = next(self._live)
             if len(index) < self.batch_size:
-                raise DataError(f"{TRIES} images in a row cannot be read: check the folder {self.data.sources.root}")
+                raise DataError(
+                    f"{reader.TRIES} images in a row cannot be read: check the folder {self.data.sources.root}"
+                )
             self._place = (epoch, step + 1) if step + 1 < self.steps else (epoch + 1, 0)
-            x = (pixels - self._shift).mul_(self._scale)
-            yield x.contiguous(memory_format=self.layout), self.data.y[index].to(self.device, non_blocking=True)
+            yield self._normalised(pixels), self.data.y[index].to(self.device, non_blocking=True)
+
+    def _normalised(self, pixels: Tensor) -> Tensor:
+        """float32 of uint8, in the layout that the network wants."""
+        if self.device.type != "cpu":
+            return (pixels - self._shift).mul_(self._scale).contiguous(memory_format=self.layout)
+        # On one core by numpy: what PyTorch spreads over cores waits for those that decode.
+        last = self.layout is torch.channels_last
+        x = np.empty(pixels.permute(0, 2, 3, 1).shape if last else pixels.shape, np.float32)
+        x = x.transpose(0, 3, 1, 2) if last else x
+        some = max(1, CACHED // x[0].size)
+        for k in range(0, len(x), some):
+            new = x[k : k + some]
+            new[:] = pixels[k : k + some]
+            new -= self._shift.numpy()
+            new *= self._scale.numpy()
+        return torch.from_numpy(x)
 
     def first(self, count: int = 2) -> tuple[Tensor, Tensor]:
         """A small batch, decoded here and now."""
