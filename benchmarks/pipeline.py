@@ -52,9 +52,8 @@ def decode(size: int | None, paths: list[str]) -> int:
     return len(paths)
 
 
-def drained(batches: Iterator[Any], count: int) -> Callable[[], None]:
-    """Takes so many batches; the first, for which the workers start, was taken before."""
-    next(batches)
+def taken(batches: Iterator[Any], count: int) -> tuple[float, float]:
+    """What so many batches cost; the first, for which the workers start, was taken before. None lives on after it."""
 
     def take() -> None:
         for _ in range(count):
@@ -62,11 +61,17 @@ def drained(batches: Iterator[Any], count: int) -> Callable[[], None]:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    return take
+    next(batches)
+    found = cost(take)
+    batches.close()  # type: ignore[attr-defined]
+    while multiprocessing.active_children()[CORES:]:  # besides Pillow's own
+        time.sleep(0.01)
+    return found
 
 
-def forever(source: StreamBatches) -> Iterator[Any]:
+def endless(data: StreamedData, device: torch.device) -> Iterator[Any]:
     """The batches of all epochs."""
+    source = StreamBatches(data, BATCH, seed=0, device=device)
     for epoch in itertools.count():
         yield from source.epoch(epoch)
 
@@ -80,7 +85,7 @@ def spent() -> float:
     return total / TICK
 
 
-def taken(work: Callable[[], object]) -> tuple[float, float]:
+def cost(work: Callable[[], object]) -> tuple[float, float]:
     """Seconds by the clock, and of processor time."""
     processor, began = spent(), time.perf_counter()
     work()
@@ -102,10 +107,9 @@ def measure(folder: Path, image_size: int, batches: int, rounds: int) -> dict[st
         )
         pillow()  # files and processes are warm from here on
         for _ in range(rounds):
-            turn = {"pillow": taken(pillow), "resized": taken(resized)}
-            source = StreamBatches(data, BATCH, seed=0, device=device)
-            turn["host"] = taken(drained(read(data, Order(source, 0, 0), finish=False), batches))
-            turn["whole"] = taken(drained(forever(source), batches))
+            turn = {"pillow": cost(pillow), "resized": cost(resized)}
+            turn["host"] = taken(read(data, Order(StreamBatches(data, BATCH, seed=0), 0, 0), finish=False), batches)
+            turn["whole"] = taken(endless(data, device), batches)
             turns.append(turn)
     count = {name: len(order) if name in ("pillow", "resized") else batches * BATCH for name in turns[0]}
     middle = {

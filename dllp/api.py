@@ -10,6 +10,7 @@ from dllp import health, notebook
 from dllp.checkpoints import State
 from dllp.collect import collect
 from dllp.config import Config
+from dllp.data import StreamBatches
 from dllp.errors import NumericsError, StructureError
 from dllp.gating import FilterFn
 from dllp.parallel import Place
@@ -101,7 +102,16 @@ def _placed(ranks: Ranks, config: Config, batches: Source) -> Place:
     """What this process owns, once all are known to have the same data."""
     ranks.same("data on all hosts", f"{batches.num_examples} examples in {batches.steps} batches")
     ranks.together(lambda: ranks.lines(config.particles, config.parallel))  # told once, before groups are made
-    return ranks.place(config.particles, config.parallel)
+    place = ranks.place(config.particles, config.parallel)
+    if isinstance(batches, StreamBatches):
+        share_reading(batches, place)
+    return place
+
+
+def share_reading(batches: StreamBatches, place: Place) -> None:
+    """Let every process read and decode only what it owns of each batch."""
+    batches.share(place.part(batches.batch_size), place.shards.payloads, first=place.first)
+    place.batch = batches.batch_size
 
 
 def _train(

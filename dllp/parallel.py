@@ -64,6 +64,8 @@ class Axis:
         if self.size == 1:
             return [content]
         (longest,) = self.most(len(content))
+        if not longest:
+            return [b""] * self.size
         padded = torch.zeros(1, 8 + longest, dtype=torch.uint8)
         padded[0, : 8 + len(content)] = _as_tensor(len(content).to_bytes(8, "little") + content)
         said = [row.numpy().tobytes() for row in self.join(padded)]
@@ -92,6 +94,9 @@ class Place:
         rows: The processes over which the particles are spread.
         shards: Those over which each batch is spread.
         everyone: Both together.
+
+    Attributes:
+        batch: Examples of a whole batch, where only this process's part of it is read; None where all of it is.
     """
 
     def __init__(
@@ -99,6 +104,7 @@ class Place:
     ) -> None:
         self.particles = particles
         self.rows, self.shards, self.everyone = rows or Axis(), shards or Axis(), everyone or Axis()
+        self.batch: int | None = None
         each = particles // self.rows.size
         self.own = range(self.rows.index * each, (self.rows.index + 1) * each)
 
@@ -120,16 +126,22 @@ class Place:
         """(n, ...) of all particles -> those that this process owns."""
         return values if self.rows.size == 1 else values.narrow(axis, self.own.start, len(self.own))
 
-    def shard(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, float]:
-        """A batch -> this process's part of it, and how much of it that is."""
+    def part(self, count: int) -> slice:
+        """Which of a batch's examples are this process's."""
         index, size = self.shards.index, self.shards.size
-        if size == 1:
-            return x, y, 1.0
-        if len(x) < size:
-            error = DataError(f"a batch of {len(x)} for {size} processes: use larger batches, and drop_last=True")
+        if count < size:
+            error = DataError(f"a batch of {count} for {size} processes: use larger batches, and drop_last=True")
             error.told = not self.first
             raise error
-        part = slice(len(x) * index // size, len(x) * (index + 1) // size)
+        return slice(count * index // size, count * (index + 1) // size)
+
+    def shard(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, float]:
+        """A batch as it was read -> this process's part of it, and how much of the whole that is."""
+        if self.shards.size == 1:
+            return x, y, 1.0
+        if self.batch is not None:
+            return x, y, len(x) / self.batch
+        part = self.part(len(x))
         return x[part], y[part], len(x[part]) / len(x)
 
 

@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from dllp.api import share_reading
 from dllp.config import Config
+from dllp.data import StreamBatches
 from dllp.parallel import Place
 from dllp.particles import Particles
 from dllp.prepare import make_gating
@@ -26,6 +29,7 @@ from dllp.ranks import Ranks, joined
 from dllp.state import State, snapshot
 from dllp.structure import discover
 from dllp.train import Trainer
+from tests import pictures
 from tests.commands import ENVIRONMENT
 
 STEPS, BATCH = 20, 12
@@ -44,8 +48,9 @@ CASES: dict[str, dict[str, Any]] = {
     "four": {"particles": 4},
     "parts": {"accumulate": 3, "batch": 11, "likelihood": "gaussian", "mean_weight": 0.5},
     "again": {"norms": True, "sync_batch_norm": True, "recompute": True},
+    "streamed": {"epochs": 10, "batch": 11, "source": "stream"},
 }
-"""Changes to BASE; `norms` and `batch` are no part of Config."""
+"""Changes to BASE; `norms`, `batch` and `source` are no part of Config."""
 
 
 def network(norms: bool) -> nn.Module:
@@ -68,15 +73,35 @@ class Fixed:
             yield self.x[step], self.y.view(STEPS, -1)[step]
 
 
-def build(case: str, parallel: str, place: Place | None = None, ranks: Ranks | None = None) -> tuple[Trainer, Fixed]:
+class Streamed:
+    """Images on disk, one of which cannot be read, in float64: two batches in an epoch; each process reads its part."""
+
+    def __init__(self, size: int, place: Place) -> None:
+        self.held = tempfile.TemporaryDirectory()
+        root = pictures.folder(Path(self.held.name) / "set")
+        (root / "train" / "cat" / "007.jpg").write_bytes(b"")
+        split = pictures.training(root, 5, "5%", workers=1)
+        self.source = StreamBatches(split, size, seed=0)
+        share_reading(self.source, place)
+        self.steps, self.bad = self.source.steps, split.tally.found
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        for x, y in self.source.epoch(epoch, start_step):
+            yield x[:, :2].double(), y
+
+
+def build(
+    case: str, parallel: str, place: Place | None = None, ranks: Ranks | None = None
+) -> tuple[Trainer, Fixed | Streamed]:
     """A run of a case before its first step."""
     options = BASE | CASES[case] | {"parallel": parallel}
-    norms, batch = options.pop("norms", False), options.pop("batch", BATCH)
+    norms, batch, source = (options.pop(*pair) for pair in (("norms", False), ("batch", BATCH), ("source", "fixed")))
     config = Config(**options).resolved()
     torch.manual_seed(1)
-    model, data = network(norms), Fixed(batch)
-    structure = discover(model.float(), data.x[0][:2].float())
+    model = network(norms)
+    structure = discover(model.float(), torch.randn(2, 2, 5, 5))
     place = place or (ranks or Ranks()).place(config.particles, config.parallel)
+    data = Fixed(batch) if source == "fixed" else Streamed(batch, place)
     particles = Particles.start(model.double(), config, torch.device("cpu"), place.own)
     torch.set_default_dtype(torch.float64)
     gating = make_gating(model, structure, particles, config, None)
@@ -89,7 +114,11 @@ def run(case: str, parallel: str, ranks: Ranks | None = None) -> tuple[State, fl
     trainer, data = build(case, parallel, ranks=ranks)
     trainer.run(data)
     sent = trainer.place.sent
-    return snapshot(trainer), sent
+    state = snapshot(trainer)
+    if isinstance(data, Streamed):
+        state[1]["bad"] = {Path(name).name: why for name, why in data.bad.items()}
+        data.held.cleanup()
+    return state, sent
 
 
 def free_port() -> int:

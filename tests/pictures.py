@@ -5,9 +5,15 @@ from __future__ import annotations
 import io
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
+
+from dllp.data import StreamedData
+from dllp.data.bad import Tally, Tell
+from dllp.data.sources import of_classes
 
 
 def jpeg(rng: np.random.Generator, size: tuple[int, int], mode: str = "RGB", bright: int = 0) -> bytes:
@@ -28,6 +34,15 @@ def folder(root: Path, train: int = 12, val: int = 4, classes: tuple[str, ...] =
                 size = int(rng.integers(18, 40)), int(rng.integers(18, 40))
                 (root / part / name / f"{i:03d}.jpg").write_bytes(jpeg(rng, size, bright=100 * (k % 2)))
     return root
+
+
+def training(
+    root: Path, image_size: int, max_bad: str = "90%", tell: Tell | None = None, **options: Any
+) -> StreamedData:
+    """The training images of a class folder, none of which was looked at before."""
+    sources, counts = of_classes(root, "train")
+    y = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(list(counts.values())))
+    return StreamedData(sources, y, image_size, Tally(len(sources), max_bad, tell), **options)
 
 
 def shards(root: Path, source: Path, split: int = 10, form: int = tarfile.PAX_FORMAT, long: str = "") -> Path:

@@ -29,8 +29,9 @@ from tests.commands import ENVIRONMENT
 
 TWO = ("plain-data", "plain-particles", "norms-data", "weight-data", "weight-particles", "mean-particles",
        "coordinate-particles", "uneven-data", "four-particles", "parts-data", "parts-particles",
-       "again-data")  # fmt: skip
-FOUR = ("plain-data", "norms-both", "weight-both", "mean-both", "uneven-both", "four-particles", "four-both")
+       "again-data", "streamed-data")  # fmt: skip
+FOUR = ("plain-data", "norms-both", "weight-both", "mean-both", "uneven-both", "four-particles", "four-both",
+        "streamed-data", "streamed-both")  # fmt: skip
 
 
 @cache
@@ -57,6 +58,7 @@ def test_several_processes_end_as_one(ended: dict[int, Path], size: int, name: s
     known = json.loads((ended[size] / f"{name}.json").read_text())
     assert found.keys() == tensors.keys() and torch.equal(found["random/gates"], tensors["random/gates"])
     assert known["fingerprint"] == values["fingerprint"] and known["step"] == many.STEPS
+    assert known.get("bad") == values.get("bad") and ("bad" in known) == name.startswith("streamed")
     for key in found:
         if not key.startswith("random/"):
             torch.testing.assert_close(

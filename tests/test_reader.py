@@ -12,8 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dllp.data import StreamBatches, StreamedData, reader, stream
-from dllp.data.bad import Tally
+from dllp.data import StreamBatches, reader, stream
 from dllp.data.reader import Answer, Reader, Request
 from dllp.data.resize import resize_all
 from dllp.data.sources import of_classes
@@ -23,11 +22,6 @@ from tests import pictures
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pictures.folder(tmp_path_factory.mktemp("pictures") / "set")
-
-
-def split(root: Path, workers: int = 0) -> StreamedData:
-    sources, _ = of_classes(root, "train")
-    return StreamedData(sources, torch.zeros(len(sources)).long(), 16, Tally(len(sources), "90%"), workers=workers)
 
 
 def request(count: int, *numbers: int) -> Request:
@@ -47,7 +41,7 @@ def test_how_many_are_worked_on_together_changes_nothing(
     spoiled = pictures.folder(tmp_path / "set")
     for number in (3, 4, 11):
         (spoiled / "train" / "cat" / f"{number:03d}.jpg").write_bytes((b"", b"no image")[number % 2])
-    sources = split(spoiled).sources
+    sources = pictures.training(spoiled, 16).sources
     together = Reader(sources, 16, finish)[request(24)]
     monkeypatch.setattr(reader, limit, 1)
     assert equal(together, Reader(sources, 16, finish)[request(24)])
@@ -58,7 +52,7 @@ def test_how_many_are_worked_on_together_changes_nothing(
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_an_answer_stays_until_the_next_is_taken(root: Path, workers: int, finish: bool) -> None:
     def answers(workers: int) -> Iterator[Answer]:
-        data = split(root, workers)
+        data = pictures.training(root, 16, workers=workers)
         return islice(stream.read(data, stream.Order(StreamBatches(data, 2, seed=0), 0, 0), finish), 16)
 
     known = [answer._replace(pixels=answer.pixels.clone()) for answer in answers(0)]
@@ -68,7 +62,7 @@ def test_an_answer_stays_until_the_next_is_taken(root: Path, workers: int, finis
 
 
 def test_what_a_gpu_resizes_is_what_a_core_does(root: Path) -> None:
-    sources = split(root).sources
+    sources = pictures.training(root, 16).sources
     cut, finished = (Reader(sources, 16, finish)[request(24)] for finish in (False, True))
     assert cut.mirror.any() and not cut.mirror.all() and finished.pixels.shape == (24, 3, 16, 16)
     resized = resize_all(cut.pixels, torch.from_numpy(cut.extent), torch.from_numpy(cut.mirror), 16)

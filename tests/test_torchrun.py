@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from dllp.cli import main
-from tests import many
+from tests import many, pictures
 from tests.commands import ENVIRONMENT, npy
 from tests.crash.harness import digest, names
 
@@ -88,6 +88,43 @@ def test_a_lost_process_ends_the_others_and_one_process_goes_on(data: Path, whol
     found, known = (load_file(folder / "particle-0.safetensors") for folder in (out, whole))
     for key in known:
         torch.testing.assert_close(found[key], known[key], rtol=1e-3, atol=1e-4)
+
+
+# ---- images on disk, of which each process reads its part
+
+STREAMED = ("--image-size", "8", "--augment", "resized-crop", "--workers", "1", "--batch-size", "6", "--no-dense",
+            "--parallel", "data")  # fmt: skip
+"""Four steps in an epoch."""
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two of 24 training images cannot be read."""
+    root = pictures.folder(tmp_path_factory.mktemp("torchrun") / "photos")
+    for name in ("cat/003.jpg", "dog/008.jpg"):
+        (root / "train" / name).write_bytes(b"")
+    return root
+
+
+def test_streamed_images_make_the_run_of_one_process_also_from_within_an_epoch(photos: Path, tmp_path: Path) -> None:
+    words = (*STREAMED, "--max-bad", "10%")
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main(["prune", "--data", str(photos), *SHORT, *words, "--out", str(one)]) == 0
+    code, error = torchrun(2, photos, two, *words, fault="kill:1:6")
+    assert code != 0
+    warnings = [line for line in told(error) if "is left out" in line]
+    assert len(warnings) == 2 and "2 of 24 images so far" in warnings[1], "told once, by the first"
+    assert main(["prune", "--resume", "--quiet", "--out", str(two)]) == 0
+    for name in ("gates", "particle-1", "reference-1"):
+        found, known = (load_file(folder / f"{name}.safetensors") for folder in (two, one))
+        for key in known:
+            torch.testing.assert_close(found[key], known[key], rtol=1e-3, atol=1e-4)
+
+
+def test_too_many_bad_images_are_one_line(photos: Path, tmp_path: Path) -> None:
+    code, error = torchrun(2, photos, tmp_path / "out", *STREAMED, "--max-bad", "5%")
+    lines = [line for line in told(error) if "cannot read" in line]
+    assert code != 0 and len(lines) == 1 and "cannot read 2 of 24 images" in lines[0]
 
 
 # ---- one line from the first process

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -85,6 +86,11 @@ class StreamedData:
         index = torch.as_tensor(indices, dtype=torch.int64)
         return replace(self, sources=self.sources.subset(index.numpy()), y=self.y[index])
 
+    def count(self, bad: Iterable[tuple[int, str]]) -> None:
+        """Add images that cannot be read, by number and with the reason, to the tally."""
+        for number, reason in bad:
+            self.tally.add(self.sources.name(number), reason)
+
     def decoded(self, device: torch.device | str = "cpu") -> ArrayData:
         """The middle of every image, decoded once and for all; images that cannot be read are left out.
 
@@ -93,10 +99,11 @@ class StreamedData:
         requests = [Request(np.arange(i, min(i + CHUNK, len(self)))) for i in range(0, len(self), CHUNK)]
         x, read = _room((len(self), *self.shape)), []
         filled = 0
-        for pixels, index in pictures(self, requests, device):
-            x[filled : filled + len(index)] = pixels.cpu().numpy()
-            filled += len(index)
-            read.append(index)
+        for pixels, answer in pictures(self, requests, device):
+            self.count(answer.bad)
+            x[filled : filled + len(pixels)] = pixels.cpu().numpy()
+            filled += len(pixels)
+            read.append(torch.from_numpy(answer.numbers))
         if not filled:
             raise DataError("there are no images to decode: at least one is needed")
         return ArrayData(torch.from_numpy(x[:filled]), self.y[torch.cat(read)], self.mean, self.std)
@@ -104,19 +111,20 @@ class StreamedData:
 
 def pictures(
     data: StreamedData, requests: Iterable[Request], device: torch.device | str
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each request uint8 images (B, 3, S, S) on the device, and which ones they are (B,)."""
+) -> Iterator[tuple[Tensor, Answer]]:
+    """For each request uint8 images (B, 3, S, S) on the device, and the answer that they come from."""
     device = torch.device(device)
     finish = device.type == "cpu"
     for answer in read(data, requests, finish):
-        pixels, (extent, mirror, numbers) = answer.pixels, (torch.from_numpy(part) for part in answer[1:4])
+        pixels = answer.pixels
         if not finish:
+            extent, mirror = torch.from_numpy(answer.extent), torch.from_numpy(answer.mirror)
             pixels = resize_all(pixels.to(device, non_blocking=True), extent, mirror, data.image_size)
-        yield pixels, numbers
+        yield pixels, answer
 
 
 def read(data: StreamedData, requests: Iterable[Request], finish: bool) -> Iterator[Answer]:
-    """The answer to each request, as :class:`Reader` gives it; what is bad is counted."""
+    """The answer to each request, as :class:`Reader` gives it."""
     workers = _cores() if data.workers is None else data.workers
     if isinstance(requests, list):
         workers = min(workers, len(requests))
@@ -129,10 +137,7 @@ def read(data: StreamedData, requests: Iterable[Request], finish: bool) -> Itera
         )  # fmt: skip
         batches = iter(loader)
     try:
-        for answer in batches:
-            for number, reason in answer.bad:
-                data.tally.add(data.sources.name(number), reason)
-            yield answer
+        yield from batches
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
@@ -163,7 +168,21 @@ class StreamBatches:
             torch.tensor(values, device=self.device).view(1, 3, 1, 1)
             for values in ([255 * m for m in data.mean], [1 / (255 * s) for s in data.std])
         )
-        self._live: Iterator[tuple[Tensor, Tensor]] | None = None
+        self.share(slice(0, self.batch_size), lambda said: [said], first=True)
+
+    def share(self, part: slice, exchange: Callable[[bytes], list[bytes]], first: bool) -> None:
+        """Read only a part of every batch, where other processes read the rest.
+
+        Which images a batch has, what is drawn for each, and what happens where one cannot be read, does not depend
+        on the parts.
+
+        Args:
+            part: Which examples of a batch.
+            exchange: Tells all what each has to say, in the order of their parts; called once for every batch.
+            first: Whether this process speaks for all.
+        """
+        self.part, self._exchange, self._first = part, exchange, first
+        self._live: Iterator[tuple[Tensor, Answer]] | None = None
         self._place = (-1, 0)  # epoch and step that `_live` gives next
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
@@ -174,13 +193,26 @@ class StreamBatches:
         if self._live is None or self._place != (epoch, start_step):
             self._live = pictures(self.data, Order(self, epoch, start_step), self.device)
         for step in range(start_step, self.steps):
-            pixels, index = next(self._live)
-            if len(index) < self.batch_size:
-                raise DataError(
-                    f"{reader.TRIES} images in a row cannot be read: check the folder {self.data.sources.root}"
-                )
+            pixels, answer = next(self._live)
+            self._hear(answer)
             self._place = (epoch, step + 1) if step + 1 < self.steps else (epoch + 1, 0)
-            yield self._normalised(pixels), self.data.y[index].to(self.device, non_blocking=True)
+            labels = self.data.y[torch.from_numpy(answer.numbers)]
+            yield self._normalised(pixels), labels.to(self.device, non_blocking=True)
+
+    def _hear(self, answer: Answer) -> None:
+        """Count what is bad in any part of the batch: all count the same, and give up at the same step."""
+        missing = self.part.stop - self.part.start - len(answer.numbers)
+        said = self._exchange(json.dumps([missing, answer.bad]).encode() if answer.bad else b"")
+        parts = [json.loads(text) for text in said if text]
+        try:
+            for _, bad in parts:
+                self.data.count(bad)
+            if any(missing for missing, _ in parts):
+                root = self.data.sources.root
+                raise DataError(f"{reader.TRIES} images in a row cannot be read: check the folder {root}")
+        except DataError as error:
+            error.told = not self._first
+            raise
 
     def _normalised(self, pixels: Tensor) -> Tensor:
         """float32 of uint8, in the layout that the network wants."""
@@ -205,13 +237,13 @@ class StreamBatches:
 
 
 class Order(Sampler[Request]):
-    """The requests of all epochs from one place on, without end."""
+    """The requests of all epochs from one place on, without end: this process's part of each batch."""
 
     def __init__(self, batches: StreamBatches, epoch: int, step: int) -> None:
         self.count, self.size, self.steps, self.seed = (
             batches.num_examples, batches.batch_size, batches.steps, batches.seed
         )  # fmt: skip
-        self.crops = batches.data.augment == "resized-crop"
+        self.crops, self.part = batches.data.augment == "resized-crop", batches.part
         self.epoch, self.step = epoch, step
 
     def __iter__(self) -> Iterator[Request]:
@@ -219,8 +251,9 @@ class Order(Sampler[Request]):
         for epoch in itertools.count(self.epoch):
             order = torch.randperm(self.count, generator=generator(self.seed, 2, epoch)).numpy()
             for k in range(step, self.steps):
+                numbers = order[k * self.size : (k + 1) * self.size]
                 draws = torch.rand(self.size, DRAWS, generator=generator(self.seed, 5, epoch, k)).numpy()
-                yield Request(order[k * self.size : (k + 1) * self.size], draws if self.crops else None, True)
+                yield Request(numbers[self.part], draws[self.part] if self.crops else None, True)
             step = 0
 
 
@@ -235,9 +268,9 @@ def _begin_worker(number: int) -> None:
 
 
 def _cores() -> int:
-    """Cores that this process may use, up to a limit."""
+    """Cores for each process of the run on this host that this one may use, up to a limit."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(own, MOST_WORKERS)
+    return min(max(1, own // int(os.environ.get("LOCAL_WORLD_SIZE", 1))), MOST_WORKERS)
 
 
 def _room(shape: tuple[int, ...]) -> np.ndarray:
