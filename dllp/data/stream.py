@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from PIL import ImageFile
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
@@ -31,6 +32,8 @@ MOST_WORKERS = 16
 IN_MEMORY = 2**32
 """Bytes up to which decoded images are kept in memory."""
 CHUNK = 64
+BLOCK = 2**20
+"""Bytes that Pillow reads or gives at a time in a worker: by its own 2**16 a large image is put together in parts."""
 CACHED = 2**18
 """Numbers normalised at once on a CPU: they stay in its cache."""
 
@@ -265,6 +268,7 @@ def _begin_worker(number: int) -> None:
     """A signal is the training process's to answer: after Ctrl-C it still needs the batch that it waits for."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ImageFile.MAXBLOCK = BLOCK
 
 
 def _cores() -> int:
