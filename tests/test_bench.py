@@ -21,7 +21,7 @@ from dllp.bench.store import Store
 from dllp.bench.tables import Quoted, Row, Table
 from dllp.cli import main
 from dllp.errors import StructureError
-from tests.commands import ENVIRONMENT, one_line
+from tests.commands import ENVIRONMENT, UNTRACED, one_line
 
 # ---- a tiny table, end to end
 
@@ -181,7 +181,7 @@ tables.TABLES["tiny"] = tiny(Path({str(data)!r}))
 sys.exit(main(["bench", "tiny", "--out", {str(out)!r}, "--device", "cpu"]))
 """
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", script], env=ENVIRONMENT, **pipes)
+    return subprocess.Popen([sys.executable, "-c", script], env=UNTRACED, **pipes)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
@@ -190,7 +190,10 @@ def test_a_killed_table_goes_on(how: signal.Signals, data: Path, table: Table, r
         assert process.stdout is not None
         first = process.stdout.readline()
         process.send_signal(how)
-        _, error = process.communicate(timeout=60)
+        try:
+            _, error = process.communicate(timeout=60)
+        finally:
+            process.kill()
     store = Store(tmp_path / "tiny")
     before, whole = store.runs.read_bytes(), len(store.lines())
     assert first.startswith("dense seed 0: accuracy") and 1 <= whole < 8, error
