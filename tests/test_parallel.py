@@ -103,6 +103,7 @@ def test_bytes_sent_are_those_of_the_formula(ended: dict[int, Path], size: int, 
     assert sent == pytest.approx(expected(name.split("-")[0], lines, size // lines), rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root: a loopback of its own")
 def test_the_kernel_counts_the_same_bytes() -> None:
     """Bytes on a loopback that nobody else uses, headers included, in all three layouts."""
