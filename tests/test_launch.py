@@ -236,7 +236,7 @@ def test_processes_share_processor_and_devices(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_room_on_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray")
+    pytest.importorskip("ray", reason="needs Ray: pip install -e '.[dev]'")
     nodes: list[dict[str, float]] = [{"CPU": 8, "GPU": 2}, {"CPU": 5}, {"memory": 1}]
     monkeypatch.setattr(cluster, "_nodes", lambda: nodes)
     assert (cluster.device("auto"), cluster.device("cpu")) == ("cuda", "cpu")

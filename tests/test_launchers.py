@@ -76,7 +76,7 @@ def test_a_killed_process_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("launcher", ["local", "ray"])
 def test_no_process_outlives_its_launcher(tmp_path: Path, launcher: str, how: signal.Signals) -> None:
     if launcher == "ray":
-        pytest.importorskip("ray")
+        pytest.importorskip("ray", reason="needs Ray: pip install -e '.[dev]'")
     words = {"local": ["--jobs", "1"], "ray": ["--jobs", "1", "--address", "local"]}
     with start(tmp_path, "--launcher", launcher, *words[launcher]) as driver:
         wait(lambda: len(spreading.held(tmp_path / "notes")) == 1)
@@ -99,7 +99,7 @@ def test_no_process_outlives_its_launcher(tmp_path: Path, launcher: str, how: si
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    pytest.importorskip("ray")
+    pytest.importorskip("ray", reason="needs Ray: pip install -e '.[dev]'")
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     command = [sys.executable, "-m", "tests.spreading", "cluster"]
     environment = ENVIRONMENT | {"RAY_USAGE_STATS_ENABLED": "0", spreading.NOTES: str(tmp_path / "notes")}

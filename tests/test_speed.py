@@ -16,6 +16,7 @@ from dllp.cli import main
 from dllp.errors import ConfigError
 from dllp.export import inputs, write
 from dllp.speed import clock
+from dllp.speed.runtimes import torch_rows
 from dllp.structure import discover
 from dllp.zoo import build
 from tests.commands import one_line
@@ -173,3 +174,16 @@ def test_table_and_slow_layers(capsys: pytest.CaptureFixture[str]) -> None:
 def test_mistakes_are_one_line(run: Path, capsys: pytest.CaptureFixture[str], words: list[str], reason: str) -> None:
     assert main(["speed", str(run), *words]) == 2
     one_line(capsys, reason)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_networks_stay_as_they_were_and_memory_is_their_own() -> None:
+    """Weights can still be trained and exported, and no library's working memory is counted."""
+    network = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 10)).eval()
+    found = [speed.Subject(name, network, 1.0) for name in (speed.DENSE, speed.PRUNED)]
+    setting = {"device": "cuda", "threads": 1, "batch": 4, "seconds": 0.01}
+    rows = torch_rows(found, dict.fromkeys((speed.DENSE, speed.PRUNED), 1), {}, inputs(4, SHAPE), **setting)
+    assert all(parameter.device.type == "cpu" and not parameter.is_inference() for parameter in network.parameters())
+    weights = sum(parameter.nbytes for parameter in network.parameters())
+    assert all(row.memory is not None and weights <= row.memory < 2**20 for row in rows)
+    assert rows[0].memory == rows[1].memory, "the first call costs no more than the second"
