@@ -108,10 +108,10 @@ class Arm:
         for k in range(count):
             self.synchronise()
             began = time.perf_counter()
-            taken = healthy_snapshot(self.trainer)
+            arrive = healthy_snapshot(self.trainer)
             snapshots.append(time.perf_counter() - began)
             assert self.held is not None
-            self.held.save(10**6 + k, lambda taken=taken: taken, wait=True)
+            self.held.save(10**6 + k, lambda arrive=arrive: arrive, wait=True)
             wholes.append(time.perf_counter() - began)
         return statistics.median(snapshots), statistics.median(wholes)
 

@@ -19,7 +19,7 @@ from dllp.prepare import Data, Source, make_gating, prepare
 from dllp.ranks import Ranks
 from dllp.result import Result
 from dllp.sharing import AnyCheckpoints
-from dllp.state import restore, snapshot, unsound
+from dllp.state import begin_snapshot, changing, restore, snapshot, unsound
 from dllp.train import EpochRecord, Trainer
 
 OnEpoch = Callable[[EpochRecord], None]
@@ -170,10 +170,11 @@ def _whole(build: Callable[[Place], Trainer], part: Trainer, batches: Source) ->
     return whole
 
 
-def healthy_snapshot(trainer: Trainer) -> State:
-    """A snapshot, but never of a run in which a number broke."""
+def healthy_snapshot(trainer: Trainer) -> Callable[[], State]:
+    """A snapshot that is under way, but never of a run in which a number broke."""
     trainer.check_health()
-    trouble = next(filter(None, trainer.place.everyone.texts(unsound(trainer))), "")
+    found = changing(trainer)
+    trouble = next(filter(None, trainer.place.everyone.texts(unsound(found))), "")
     if trouble:
         raise trainer.broken(health.find(trainer) or trouble, trainer.step_index)
-    return snapshot(trainer)
+    return begin_snapshot(trainer, found)

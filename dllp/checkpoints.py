@@ -18,8 +18,10 @@ from torch import Tensor
 from dllp import artifacts
 from dllp.errors import ArtifactError, ConfigError, Interrupted
 
-FORMAT = "dllp-checkpoint-1"
+FORMAT = "dllp-checkpoint-2"
 State = tuple[dict[str, Tensor], dict[str, Any]]
+Take = Callable[[], Callable[[], State]]
+"""Takes a snapshot; what it returns waits until the copies have arrived."""
 
 
 class Checkpoints:
@@ -60,7 +62,7 @@ class Checkpoints:
         if self.on_begin is not None:
             self.on_begin()
 
-    def after_step(self, step: int, epoch_ends: bool, take: Callable[[], State], *, last: bool = False) -> None:
+    def after_step(self, step: int, epoch_ends: bool, take: Take, *, last: bool = False) -> None:
         """Write a checkpoint if one is due, waiting for the `last` one; after :meth:`stop`, write it and raise."""
         if self.signal is not None:
             self.save(step, take, wait=True)
@@ -82,7 +84,7 @@ class Checkpoints:
         """Ask the run to end after its present step; safe to call from a signal handler."""
         self.signal = signal
 
-    def save(self, step: int, take: Callable[[], State], *, wait: bool = False) -> None:
+    def save(self, step: int, take: Take, *, wait: bool = False) -> None:
         """Take a snapshot now and write it in the background; one that is still being written is not overtaken.
 
         A failure to write is raised by the next call, or at once with `wait`.
@@ -110,8 +112,8 @@ class Checkpoints:
         """End the thread that writes."""
         self._writer.shutdown()
 
-    def _write(self, step: int, state: State) -> None:
-        tensors, values = state
+    def _write(self, step: int, arrive: Callable[[], State]) -> None:
+        tensors, values = arrive()
         text = json.dumps(values)
         metadata = {"format": FORMAT, "sha256": digest(tensors, text), "values": text}
         written = self.folder / f"step-{step:09d}.safetensors"

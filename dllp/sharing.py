@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from safetensors.torch import load, save
 
-from dllp.checkpoints import Checkpoints, State
+from dllp.checkpoints import Checkpoints, State, Take
 from dllp.errors import Interrupted
 from dllp.ranks import Ranks
 
@@ -43,15 +41,15 @@ class SharedCheckpoints:
             return None
         return load(self.ranks.world.hear(save(found[0]) if found is not None else b"")), values
 
-    def after_step(self, step: int, epoch_ends: bool, take: Callable[[], State], *, last: bool = False) -> None:
+    def after_step(self, step: int, epoch_ends: bool, take: Take, *, last: bool = False) -> None:
         """Write a checkpoint if the first process says that one is due, or if any was asked to stop."""
         due = last or (self.own is not None and not self.own.busy and self.own.due(step, epoch_ends))
         signal, wanted = self.ranks.steps.most(self.signal or 0, int(due))
         if not signal and not wanted:
             return
-        state = take()
+        taken = take()
         if self.own is not None:
-            self.own.save(step, lambda: state, wait=last or bool(signal))
+            self.own.save(step, lambda: taken, wait=last or bool(signal))
         if signal:
             self.signal = signal
             raise Interrupted(signal)

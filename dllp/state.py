@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, get_type_hints
 
 import torch
@@ -16,8 +16,6 @@ from dllp.train import EpochRecord, Trainer
 
 FREE = ("device", "engine", "on_nan", "parallel", "recompute")
 """Fields of Config that a run may change when it goes on."""
-SMALL = 2**16
-"""Numbers up to which a tensor is packed with others of its kind."""
 State = tuple[dict[str, Tensor], dict[str, Any]]
 
 
@@ -26,15 +24,20 @@ def snapshot(trainer: Trainer) -> State:
 
     The same whatever processes hold the particles; all of them take it together.
     """
-    tensors = _copies(_changing(trainer))
+    return begin_snapshot(trainer, changing(trainer))()
+
+
+def begin_snapshot(trainer: Trainer, found: dict[str, Tensor]) -> Callable[[], State]:
+    """Start to copy what :func:`changing` found, and let training go on; what is returned waits for the copies."""
+    tensors = {name: _leaving(value) for name, value in found.items()}
     if trainer.belief.keep is not None:
-        tensors["keep"] = trainer.belief.keep.cpu().to(torch.uint8)
+        tensors["keep"] = _leaving(trainer.belief.keep.to(torch.uint8))
     tensors["random/gates"] = trainer.belief.generator.get_state()
     tensors["random/cpu"] = torch.get_rng_state()
-    if trainer.particles.device.type == "cuda":
+    arrived = torch.cuda.Event() if trainer.particles.device.type == "cuda" else None
+    if arrived is not None:
         tensors["random/cuda"] = torch.cuda.get_rng_state(trainer.particles.device)
-    if trainer.place.rows.size > 1:
-        tensors = _joined([load(part) for part in trainer.place.rows.payloads(save(tensors))])
+        arrived.record()
     values = {
         "fingerprint": fingerprint(trainer),
         "step": trainer.step_index,
@@ -42,21 +45,38 @@ def snapshot(trainer: Trainer) -> State:
         "patience": [trainer.best, trainer.waited],
         "history": [dict(vars(record)) for record in trainer.history],  # a closed record changes no more
     }
-    return tensors, values
+
+    def finish() -> State:
+        if arrived is not None:
+            arrived.synchronize()
+        return tensors, values
+
+    if trainer.place.rows.size > 1:  # messages are sent by the thread that trains
+        finish()
+        tensors = _joined([load(part) for part in trainer.place.rows.payloads(save(tensors))])
+    return finish
 
 
-def unsound(trainer: Trainer) -> str:
-    """Where in a snapshot a number broke; empty where all are sound, which one look at the device tells."""
-    numbers = {name: value for name, value in _changing(trainer).items() if value.is_floating_point()}
+def changing(trainer: Trainer) -> dict[str, Tensor]:
+    """All that a snapshot copies, where it lies; a network's many small buffers are one tensor of each type."""
+    found = dict(_tensors(trainer))
+    for name, buffers in _buffers(trainer):
+        found[name] = torch.cat([buffer.reshape(-1) for buffer in buffers.values()])
+    for k, value in enumerate(trainer.belief.learned):
+        for key, moment in trainer.belief.adam.state.get(value, {}).items():
+            found[f"adam/{k}/{key}"] = moment
+    return {name: value.detach() for name, value in found.items()}
+
+
+def unsound(found: dict[str, Tensor]) -> str:
+    """Where in what changes a number broke; empty where all are sound, which one look at the device tells."""
+    numbers = {name: value for name, value in found.items() if value.is_floating_point()}
     # buffers may hold infinities on purpose (masks)
-    strict = {name: value for name, value in numbers.items() if "/" not in name}
-    rest = {name: value for name, value in numbers.items() if name not in strict}
-    flags = [value.isfinite().all() for value in strict.values()]
-    flags += [~torch.cat([rest[name].reshape(-1) for name in names]).isnan().any() for names in _packs(rest)]
-    if bool(torch.stack([flag.to(trainer.particles.device) for flag in flags]).all()):
+    sound = {name: ~value.isnan() if "/" in name else value.isfinite() for name, value in numbers.items()}
+    flags = [flag.all() for flag in sound.values()]
+    if bool(torch.stack([flag.to(numbers["rows"].device) for flag in flags]).all()):
         return ""
-    broken = (n for n, v in numbers.items() if bool((~v.isfinite() if n in strict else v.isnan()).any()))
-    return f"NaN or infinity in {next(broken)}"
+    return f"NaN or infinity in {next(name for name, flag in sound.items() if not bool(flag.all()))}"
 
 
 def restore(trainer: Trainer, state: State) -> None:
@@ -131,40 +151,26 @@ def _tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     yield from (("rows", particles.rows), ("momentum", trainer.momentum), ("statistics", trainer.statistics))
     yield from (("logits", belief.logits), ("log_slab", belief.log_slab), ("log_d", belief.log_d))
     yield from (("multiplier", belief.multiplier), ("gap", belief.gap))
-    for i, network in zip(trainer.place.own, particles.networks, strict=True):
-        yield from ((f"full/{i}/{name}", buffer) for name, buffer in network.named_buffers())
-    for i, part in zip(trainer.place.own, particles.sliced, strict=False):
-        yield from ((f"small/{i}/{name}", buffer) for name, buffer in part.network.named_buffers())
 
 
-def _changing(trainer: Trainer) -> dict[str, Tensor]:
-    """What is copied, where it lies: the tensors above and Adam's moments."""
-    found = dict(_tensors(trainer))
-    for k, value in enumerate(trainer.belief.learned):
-        for key, moment in trainer.belief.adam.state.get(value, {}).items():
-            found[f"adam/{k}/{key}"] = moment
-    return {name: value.detach() for name, value in found.items()}
+def _buffers(trainer: Trainer) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """The buffers of each network, by type."""
+    small = [part.network for part in trainer.particles.sliced]
+    for size, networks in (("full", trainer.particles.networks), ("small", small)):
+        for i, network in zip(trainer.place.own, networks, strict=False):
+            kinds: dict[str, dict[str, Tensor]] = {}
+            for name, buffer in network.named_buffers():
+                kind = str(buffer.dtype).removeprefix("torch.")
+                kinds.setdefault(f"{size}/{i}/{kind}", {})[name] = buffer
+            yield from kinds.items()
 
 
-def _packs(tensors: dict[str, Tensor]) -> list[list[str]]:
-    """Names of tensors that are handled together: small ones of a kind, each large one alone."""
-    packs: dict[Any, list[str]] = {}
-    for name, value in tensors.items():
-        packs.setdefault((value.device, value.dtype) if value.numel() <= SMALL else name, []).append(name)
-    return list(packs.values())
-
-
-def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the CPU; hundreds of small tensors leave a device in one transfer."""
-    copies: dict[str, Tensor] = {}
-    for names in _packs(tensors):
-        values = [tensors[name] for name in names]
-        if len(values) == 1:
-            copies[names[0]] = values[0].to("cpu", copy=True)
-            continue
-        parts = torch.cat([value.reshape(-1) for value in values]).cpu().split([value.numel() for value in values])
-        copies |= {name: part.view(value.shape) for name, part, value in zip(names, parts, values, strict=True)}
-    return copies
+def _leaving(value: Tensor) -> Tensor:
+    """A copy on the CPU; from a CUDA device it is under way, in the order of the stream."""
+    if value.device.type != "cuda":
+        return value.to("cpu", copy=True)
+    copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    return copy.copy_(value, non_blocking=True)
 
 
 def _axis(name: str) -> int | None:
@@ -194,3 +200,9 @@ def _fill(trainer: Trainer, tensors: dict[str, Tensor]) -> None:
         if value.shape != target.shape or value.dtype != target.dtype:
             raise ValueError(f"{name} is {tuple(value.shape)} {value.dtype}, not {tuple(target.shape)} {target.dtype}")
         target.copy_(value)
+    for name, buffers in _buffers(trainer):
+        parts = tensors[name].split([buffer.numel() for buffer in buffers.values()])
+        for buffer, part in zip(buffers.values(), parts, strict=True):
+            if part.dtype != buffer.dtype:
+                raise ValueError(f"{name} is {part.dtype}, not {buffer.dtype}")
+            buffer.copy_(part.view(buffer.shape))

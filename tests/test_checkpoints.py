@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from dllp import artifacts, checkpoints
-from dllp.checkpoints import Checkpoints, State, digest, read
+from dllp.checkpoints import Checkpoints, State, Take, digest, read
 from dllp.errors import ArtifactError, ConfigError, Interrupted
 
 
@@ -23,9 +24,13 @@ def state(step: int = 0) -> State:
     return tensors, {"step": step, "best": float("inf"), "history": [{"loss": [0.1 + 0.2]}]}
 
 
+def take(step: int = 0) -> Take:
+    return lambda: lambda: state(step)
+
+
 def save(held: Checkpoints, *steps: int) -> None:
     for step in steps:
-        held.save(step, lambda step=step: state(step), wait=True)
+        held.save(step, take(step), wait=True)
 
 
 def names(held: Checkpoints) -> list[int]:
@@ -56,16 +61,16 @@ def test_the_last_two_are_kept(tmp_path: Path) -> None:
 def test_due_at_the_end_of_an_epoch_and_after_steps_or_minutes(tmp_path: Path) -> None:
     held = Checkpoints(tmp_path, every_steps=3, every_minutes=0, kept=99)
     for step in range(1, 11):
-        held.after_step(step, step == 5, lambda step=step: state(step))
+        held.after_step(step, step == 5, take(step))
         held.flush()
     assert names(held) == [3, 5, 8]
     late = Checkpoints(tmp_path / "late", every_minutes=1e-9, kept=99)
     for step in (1, 2):
-        late.after_step(step, False, lambda step=step: state(step))
+        late.after_step(step, False, take(step))
         late.flush()
     assert names(late) == [1, 2]
     never = Checkpoints(tmp_path / "never", every_minutes=0)
-    never.after_step(1, False, state)
+    never.after_step(1, False, take())
     never.flush()
     assert not (tmp_path / "never").exists()
 
@@ -82,23 +87,28 @@ def test_a_busy_writer_is_not_overtaken_but_waited_for_at_the_end(
     monkeypatch.setattr(artifacts, "write_bytes", slow)
     held, taken = Checkpoints(tmp_path), list[int]()
 
-    def take(step: int) -> State:
+    def note(step: int) -> Callable[[], State]:
         taken.append(step)
-        return state(step)
+        return lambda: state(step)
 
-    held.after_step(1, True, lambda: take(1))
+    held.after_step(1, True, lambda: note(1))
     began = time.monotonic()
-    held.after_step(2, True, lambda: take(2))
+    held.after_step(2, True, lambda: note(2))
     assert time.monotonic() - began < 10 and taken == [1], "training does not wait"
     go.set()
-    held.after_step(3, True, lambda: take(3), last=True)
+    held.after_step(3, True, lambda: note(3), last=True)
     assert taken == [1, 3] and names(held) == [1, 3]
 
 
 def test_what_is_written_is_what_was_taken(tmp_path: Path) -> None:
     """A snapshot is taken before the run goes on; the file is written while it does."""
     held, value = Checkpoints(tmp_path), torch.zeros(1000)
-    held.save(1, lambda: ({"rows": value.clone()}, {}))
+
+    def copy() -> Callable[[], State]:
+        tensors = {"rows": value.clone()}
+        return lambda: (tensors, {})
+
+    held.save(1, copy)
     value += 1
     held.flush()
     found = held.latest()
@@ -108,16 +118,16 @@ def test_what_is_written_is_what_was_taken(tmp_path: Path) -> None:
 def test_an_error_of_the_writer_surfaces(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     held = Checkpoints(tmp_path / "file")
-    held.save(1, state)
+    held.save(1, take())
     with pytest.raises(ArtifactError, match="cannot write"):
         held.flush()
     held.flush()  # told once
-    held.save(2, state)
+    held.save(2, take())
     while held._pending is not None and not held._pending.done():
         time.sleep(0.01)
     with pytest.raises(ArtifactError, match="Not a directory"):
-        held.after_step(3, True, state)
-    held.save(4, state)
+        held.after_step(3, True, take())
+    held.save(4, take())
     held.settle()
     held.close()
 
@@ -137,7 +147,7 @@ def test_a_damaged_newest_one_is_named_and_the_one_before_is_used(tmp_path: Path
         "text": b"not a checkpoint at all",
         "swapped": held.files()[0].read_bytes().replace(b"dllp-checkpoint", b"else-checkpoint"),
         "values": content.replace(rb"\"step\": 2", rb"\"step\": 3"),
-        "header": content.replace(b"dllp-checkpoint-1", b"dllp-checkpoint-9"),
+        "header": content.replace(b"dllp-checkpoint-2", b"dllp-checkpoint-9"),
     }
     assert harmed[harm] != content
     newest.write_bytes(harmed[harm])
@@ -171,7 +181,7 @@ def test_stop_writes_and_raises(tmp_path: Path) -> None:
     held = Checkpoints(tmp_path, every_minutes=0)
     held.stop(15)
     with pytest.raises(Interrupted) as end:
-        held.after_step(4, False, lambda: state(4))
+        held.after_step(4, False, take(4))
     assert end.value.signal == 15 and names(held) == [4]
 
 
@@ -200,4 +210,4 @@ def test_a_rhythm_that_makes_no_sense(tmp_path: Path, rhythm: dict[str, Any]) ->
 def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"gone\.safetensors"):
         read(tmp_path / "gone.safetensors")
-    assert checkpoints.FORMAT == "dllp-checkpoint-1", "another format needs another number"
+    assert checkpoints.FORMAT == "dllp-checkpoint-2", "another format needs another number"

@@ -179,7 +179,8 @@ def test_where_a_run_goes_on_may_change() -> None:
         ("rows", torch.zeros(2, 3)),
         ("momentum", torch.zeros(1).double()),
         ("random/gates", torch.zeros(3, dtype=torch.uint8)),
-        ("full/0/1.running_mean", torch.zeros(5)),
+        ("full/0/float32", torch.zeros(5)),
+        ("full/0/float32", torch.zeros(24).double()),
     ],
 )
 def test_tensors_that_do_not_fit_are_an_error(name: str, value: Tensor | None) -> None:
