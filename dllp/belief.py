@@ -68,8 +68,10 @@ class Belief:
         """What Adam changes: gate logits, slab precisions, noise; the last two as logarithms."""
         return self.logits, self.log_slab, self.log_d
 
-    def sample(self, temperature: Tensor) -> Tensor:
-        """(n, U) relaxed gates, with noise from the run's own generator: drawn for all particles by every process."""
+    def relaxed(self, temperature: Tensor) -> Tensor:
+        """(n, U) relaxed gates: medians, or with noise that every process draws for all particles."""
+        if not self.config.draw_gates:
+            return gates.median(self.logits, temperature)
         shape, device, dtype = (self.place.particles, self.logits.shape[1]), self.logits.device, self.logits.dtype
         noise = torch.rand(shape, generator=self.generator, device=device, dtype=dtype)
         return gates.sample(self.logits, temperature, self.place.take(noise))

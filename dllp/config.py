@@ -73,6 +73,8 @@ class Config:
         open_until, ramp_until, discrete_at: Progress in [0, 1] at which gates start to close, the budget
             ramp reaches its target, and gates become discrete and the network is sliced.
         tau_start, tau_end: Temperature of the relaxed gates, annealed until `discrete_at`.
+        draw_gates: Draw the relaxed gates in each step, or take their medians: single weights tell their gates too
+            little to be heard through the noise of all the others.
         dual_step: Step of the budget's multiplier; many single weights need a faster one than channels.
         gap_penalty: Weight of the squared gap between expected cost and ramp.
         mean_weight: Share of the task loss taken on the mean prediction of all particles.
@@ -130,6 +132,7 @@ class Config:
     discrete_at: float = 0.5
     tau_start: float = 1.0
     tau_end: float = 0.1
+    draw_gates: bool | None = None
     dual_step: float | None = None
     gap_penalty: float | None = None
     mean_weight: float = 0.0
@@ -191,13 +194,14 @@ class Config:
             slab_bounds=self.slab_bounds or ((0.3, 30.0) if channel else (1.0, 200.0)),
             weight_decay=(5e-4 if channel else 1e-4) if self.weight_decay is None else self.weight_decay,
             sparsity=(1.0 if channel else 0.0) if self.sparsity is None else self.sparsity,
+            draw_gates=channel if self.draw_gates is None else self.draw_gates,
             dual_step=(0.02 if channel else 0.2) if self.dual_step is None else self.dual_step,
             gap_penalty=(10.0 if channel else 50.0) if self.gap_penalty is None else self.gap_penalty,
         )
 
     @classmethod
     def paper(cls, **changes: Any) -> Config:
-        """The paper's own setting: lr 0.1 to 0.001, batch 512, 60 epochs, equation 9, h = log 2."""
+        """The paper's own setting: lr 0.1 to 0.001, batch 512, 60 epochs, equation 9, h = log 2, drawn gates."""
         preset: dict[str, Any] = dict(
             lr=0.1,
             lr_end=0.001,
@@ -207,6 +211,7 @@ class Config:
             init="fresh",
             likelihood="gaussian",
             bandwidth="paper",
+            draw_gates=True,
         )
         return cls(**{**preset, **changes})
 

@@ -37,6 +37,11 @@ def relax(logit: Tensor, tau: Tensor | float, logistic: Tensor) -> Tensor:
     return ((logit + logistic) / tau).sigmoid()
 
 
+def median(logit: Tensor, tau: Tensor | float) -> Tensor:
+    """(...) -> (...) in [0, 1]: the median of the relaxed gate, which is the one without noise."""
+    return (logit / tau).sigmoid()
+
+
 def sample(logit: Tensor, tau: Tensor | float, noise: Tensor) -> Tensor:
     """(...) -> (...) in [0, 1]: relaxed gate from *uniform* `noise` in (0, 1), such as a torch.rand of that shape."""
     return relax(logit, tau, to_logistic(noise))

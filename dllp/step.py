@@ -1,7 +1,7 @@
 """One step of Algorithm 1: Stein variational gradient descent on spike-and-slab particles (equations 14 and 15).
 
-A run has three phases. `open`: every gate is 1 and the networks learn to see. `soft`: gates are relaxed samples and
-their logits follow the objective and the budget's multiplier. `discrete`: the gates are decided, channel-gated networks
+A run has three phases. `open`: every gate is 1 and the networks learn to see. `soft`: gates are relaxed and their
+logits follow the objective and the budget's multiplier. `discrete`: the gates are decided, channel-gated networks
 are sliced, and the same run goes on in the small shape.
 """
 
@@ -169,9 +169,9 @@ class Step:
             self.belief.update(self.healthy)
 
     def _gates(self) -> Tensor:
-        """(n, U): relaxed samples while the gates are soft, decided gates for discrete weights, otherwise ones."""
+        """(n, U): relaxed gates while they are soft, decided gates for discrete weights, otherwise ones."""
         if self.phase == "soft":
-            return self.belief.sample(self.knobs[1])
+            return self.belief.relaxed(self.knobs[1])
         if self.belief.keep is not None:
             return self.belief.keep.to(self.belief.logits.dtype)
         return torch.ones_like(self.belief.logits)

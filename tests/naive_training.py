@@ -50,6 +50,8 @@ class Reference:
         ]  # fmt: skip
 
     def gates(self, phase: str, tau: float) -> list[Tensor]:
+        if phase == "soft" and not self.config.draw_gates:
+            return list(torch.sigmoid(self.logits / tau))
         if phase == "soft":
             u = torch.rand(self.logits.shape, generator=self.generator, dtype=torch.float64)
             return list(torch.sigmoid((self.logits + torch.log(u / (1 - u))) / tau))

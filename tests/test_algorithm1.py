@@ -94,6 +94,12 @@ def test_steps_equal_the_naive_reference(
     compare(config, n, steps=3)
 
 
+@pytest.mark.parametrize("granularity", ["channel", "weight"])
+@pytest.mark.parametrize("drawn", [True, False])
+def test_relaxed_gates_are_drawn_or_their_medians(granularity: str, drawn: bool) -> None:
+    compare(tiny_config(granularity=granularity, draw_gates=drawn, particles=2, **PHASES["soft"]), 2, steps=3)
+
+
 def test_sparsity_replaces_the_budget_where_there_is_none() -> None:
     compare(tiny_config(keep_flops=None, sparsity=2.0, particles=2, **PHASES["soft"]), 2, steps=3)
 

@@ -92,6 +92,15 @@ def test_relax_takes_logistic_and_sample_uniform_noise() -> None:
     torch.testing.assert_close(gates.to_logistic(uniform), torch.logit(uniform))
 
 
+@pytest.mark.parametrize("tau", [0.1, 0.7, 2.0])
+def test_half_of_all_samples_lie_above_the_median(tau: float) -> None:
+    logit = torch.tensor([-2.0, 0.0, 1.5], dtype=torch.float64)
+    middle = gates.median(logit, tau)
+    assert torch.equal(middle, gates.relax(logit, tau, torch.zeros(3, dtype=torch.float64)))
+    above = gates.sample(logit, tau, noise(5)[:, None].expand(-1, 3)) > middle
+    torch.testing.assert_close(above.double().mean(0), torch.full_like(logit, 0.5), atol=0.01, rtol=0)
+
+
 def test_temperature_may_be_a_tensor() -> None:
     uniform, logit = noise()[:9], torch.zeros(9, dtype=torch.float64)
     tau = torch.tensor(0.3, dtype=torch.float64)
