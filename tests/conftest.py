@@ -36,10 +36,11 @@ def seed() -> None:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run folder that nobody changes, one for each worker."""
+    """A finished run folder that nobody changes."""
     from tests.commands import short_run
+    from tests.once import once
 
-    return short_run(tmp_path_factory.mktemp("run"))
+    return once(tmp_path_factory, "finished", short_run) / "first"
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +58,10 @@ def copied(run: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def report_page(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The report of a finished run."""
-    from tests.pages import page
+    from tests.once import once
+    from tests.pages import PAGE, write_page
 
-    return page(finished, tmp_path_factory.mktemp("page") / "a.html")
+    return (once(tmp_path_factory, "page", lambda folder: write_page(finished, folder)) / PAGE).read_text("utf-8")
 
 
 @pytest.fixture(scope="module", params=["channel", "weight"])

@@ -9,11 +9,12 @@ from typing import Any
 
 from dllp.cli import main
 
+PAGE = "page.html"
 
-def page(run: Path, path: Path) -> str:
-    """The page of a run, which is left at `path`."""
-    assert main(["report", str(run), "--out", str(path), "--quiet"]) == 0
-    return path.read_text(encoding="utf-8")
+
+def write_page(run: Path, folder: Path) -> None:
+    """The page of a run."""
+    assert main(["report", str(run), "--out", str(folder / PAGE), "--quiet"]) == 0
 
 
 def plots(text: str) -> dict[str, Any]:
