@@ -6,8 +6,10 @@ Section numbers refer to docs/method. ``None`` means "by granularity"; :meth:`Co
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from types import UnionType
+from functools import cache
+from types import MappingProxyType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dllp.errors import ConfigError
@@ -15,6 +17,12 @@ from dllp.errors import ConfigError
 Granularity = Literal["channel", "weight"]
 SPIKE_AND_SLAB = "spike_and_slab"
 MOST_PARTICLES = 4096
+
+
+@cache
+def types_of(cls: type) -> Mapping[str, Any]:
+    """The types of a dataclass's fields: worked out once, because every configuration is held to them."""
+    return MappingProxyType(get_type_hints(cls))
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,7 @@ class Config:
     patience: int = 0
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self)).items():
+        for name, hint in types_of(type(self)).items():
             if not _fits(getattr(self, name), hint):
                 raise ConfigError(f"{name} = {getattr(self, name)!r}: {_wanted(hint)} is needed")
         for name in ("weight_decay", "sparsity", "dual_step", "gap_penalty"):

@@ -45,11 +45,9 @@ def broken():
 """
 
 
-def short_run(parent: Path) -> Path:
-    """A finished run folder."""
-    folder = parent / "runs" / "first"
-    assert main(["prune", *FAST, "--out", str(folder), "--quiet"]) == 0
-    return folder
+def short_run(parent: Path) -> None:
+    """A finished run folder, called "first"."""
+    assert main(["prune", *FAST, "--out", str(parent / "first"), "--quiet"]) == 0
 
 
 def settle(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -1,8 +1,10 @@
-"""What every test shares: one thread in each process, one seed, no clock in property tests, a run to look at."""
+"""What every test shares: one thread a process, one seed, no clock in property tests, runs and images to look at."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Before torch loads, and inherited by processes that tests start: `make test` runs several workers on few cores.
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
@@ -10,6 +12,9 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 import pytest
 import torch
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    import dllp
 
 torch.set_num_threads(1)
 # A shell that starts something in the background tells it to ignore this signal; tests send it.
@@ -26,12 +31,60 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run folder, one for each file of tests."""
-    from tests.commands import short_run  # not before coverage counts: it loads dllp
+# Helpers are imported late: they load dllp, which coverage would not count from here on.
 
-    return short_run(tmp_path_factory.mktemp("run"))
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run folder that nobody changes."""
+    from tests.commands import short_run
+    from tests.once import once
+
+    return once(tmp_path_factory, "finished", short_run) / "first"
+
+
+@pytest.fixture(scope="module")
+def run(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run folder, one for each file of tests."""
+    return Path(shutil.copytree(finished, tmp_path_factory.mktemp("runs") / finished.name))
+
+
+@pytest.fixture
+def copied(run: Path, tmp_path: Path) -> Path:
+    """A finished run folder that a test may bend."""
+    return Path(shutil.copytree(run, tmp_path / "copy"))
+
+
+@pytest.fixture(scope="session")
+def report_page(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The report of a finished run."""
+    from tests.once import once
+    from tests.pages import PAGE, write_page
+
+    return (once(tmp_path_factory, "page", lambda folder: write_page(finished, folder)) / PAGE).read_text("utf-8")
+
+
+@pytest.fixture(scope="module", params=["channel", "weight"])
+def saved_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple["dllp.Result", Path]:
+    """What pruning has found, of either granularity, and the folder where Python has saved it."""
+    from tests.saved import pruned
+
+    result = pruned(request.param)
+    return result, result.save(tmp_path_factory.mktemp("run") / request.param)
+
+
+@pytest.fixture(scope="session")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of images that nobody changes."""
+    from tests import pictures
+
+    return pictures.folder(tmp_path_factory.mktemp("pictures") / "set")
+
+
+@pytest.fixture
+def own_photographs(photographs: Path, tmp_path: Path) -> Path:
+    """A folder of images that a test may spoil."""
+    return Path(shutil.copytree(photographs, tmp_path / "set"))
 
 
 @pytest.fixture

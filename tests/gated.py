@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from dllp.particles import Particles
 from dllp.structure import discover
-from tests import networks
+from tests import families, networks
 
 CPU = torch.device("cpu")
 
@@ -55,7 +55,7 @@ def affine_free() -> nn.Module:
 
 
 Case = tuple[Callable[[], nn.Module], Callable[[], Tensor]]
-CASES: dict[str, Case] = {name: (family.build, family.example) for name, family in networks.FAMILIES.items()} | {
+CASES: dict[str, Case] = {name: (family.build, family.example) for name, family in families.FAMILIES.items()} | {
     build.__name__: (build, networks.images)
     for build in (HalfNormed, separable_plain, grouped_plain, transposed_plain, affine_free)
 }

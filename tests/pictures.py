@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
+from dllp import data
 from dllp.data import StreamedData
 from dllp.data.bad import Tally, Tell
 from dllp.data.sources import of_classes
@@ -43,6 +45,25 @@ def training(
     sources, counts = of_classes(root, "train")
     y = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(list(counts.values())))
     return StreamedData(sources, y, image_size, Tally(len(sources), max_bad, tell), **options)
+
+
+def load(root: Path, **options: Any) -> data.Dataset:
+    """A set that is streamed, by this process alone unless `workers` says otherwise."""
+    return data.load(root, **{"image_size": 16, "augment": "resized-crop", "workers": 0, **options})
+
+
+def streamed(root: Path, **options: Any) -> StreamedData:
+    """The training images of such a set."""
+    found = load(root, **options).train
+    assert isinstance(found, StreamedData)
+    return found
+
+
+def same(a: list[tuple[Tensor, Tensor]], b: list[tuple[Tensor, Tensor]]) -> bool:
+    """Whether batches are equal, bit for bit."""
+    return len(a) == len(b) and all(
+        torch.equal(x, u) and torch.equal(y, v) for (x, y), (u, v) in zip(a, b, strict=True)
+    )
 
 
 def shards(root: Path, source: Path, split: int = 10, form: int = tarfile.PAX_FORMAT, long: str = "") -> Path:

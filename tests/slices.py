@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from dllp.particles import Layout, Particles
 from dllp.slicing import Group, recipe
 from dllp.structure import discover
-from tests import networks
+from tests import families
 
 both_layouts = pytest.mark.parametrize("channels_last", [False, True])
 
@@ -35,7 +35,7 @@ def scrambled(model: nn.Module) -> nn.Module:
     return model
 
 
-def batch(family: networks.Family, seed: int = 0) -> Tensor:
+def batch(family: families.Family, seed: int = 0) -> Tensor:
     """Four inputs in float64 (or four sequences of tokens)."""
     example, generator = family.example(), torch.Generator().manual_seed(seed)
     if not example.is_floating_point():
@@ -55,7 +55,7 @@ def loss(output: object) -> Tensor:
 
 def pair(name: str, channels_last: bool = False) -> tuple[Particles, tuple[Group, ...]]:
     """Two different float64 particles of a family in training mode, and the groups of the family."""
-    family = networks.FAMILIES[name]
+    family = families.FAMILIES[name]
     made = [scrambled(family.build()).train() for _ in range(2)]
     example = family.example()
     groups = discover(made[0], example.double() if example.is_floating_point() else example).groups

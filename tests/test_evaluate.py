@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,14 +13,10 @@ from torch import nn
 
 import dllp
 from dllp import evaluate, metrics
-from dllp.cli import main
 from dllp.data import ArrayData, ood
 from dllp.data.corruptions import parse
 from dllp.posterior import Posterior
-from dllp.zoo import build
-from tests.commands import FAST, npy, one_line, short_run
 
-Capture = pytest.CaptureFixture[str]
 DISK = {"dense": 1000, "particle 1": 100, "particle 2": 200}
 
 
@@ -193,94 +188,3 @@ def test_a_regression_is_told_apart_by_its_variance() -> None:
     far = [row for row in found.rows if row.data == "ood:far"][-1]
     assert far.metrics["auroc"] > 0.8 and set(far.metrics) == {"auroc", "fpr95"}
     assert len(found.efficiency) == 1 and found.curves == []
-
-
-# ---- the command
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return short_run(tmp_path_factory.mktemp("cli"))
-
-
-def test_the_command_prints_what_prune_measured(finished: Path, tmp_path: Path, capsys: Capture) -> None:
-    assert main(["evaluate", str(finished), "--json", str(tmp_path / "a.json")]) == 0
-    assert "all particles" in capsys.readouterr().out
-    assert json.loads((tmp_path / "a.json").read_text()) == json.loads((finished / "evaluation.json").read_text())
-
-
-def test_evaluate_corruptions_on_a_subset(finished: Path, tmp_path: Path, capsys: Capture) -> None:
-    words = ["--corrupt", "gaussian-blur:1,2", "sharpen", "noise:0.1", "--subset", "0.5", "--json"]
-    assert main(["evaluate", str(finished), *words, str(tmp_path / "a.json")]) == 0
-    out = capsys.readouterr().out
-    assert "180 test examples" in out and "gaussian-blur:2" in out
-    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
-    assert [row["data"] for row in rows[::4]] == ["clean", "gaussian-blur:1", "gaussian-blur:2", "sharpen", "noise:0.1"]
-
-
-def test_the_command_looks_elsewhere(tmp_path: Path, capsys: Capture) -> None:
-    out = str(tmp_path / "run")
-    assert main(["prune", *FAST, "--leave-out", "8,9", "--no-dense", "--out", out, "--quiet"]) == 0
-    words = ["--ood", "noise", "left-out", "--references", "--gate-draws", "2", "--corrupt", "sharpen"]
-    assert main(["evaluate", out, *words, "--json", str(tmp_path / "a.json")]) == 0
-    shown = capsys.readouterr().out
-    assert all(word in shown for word in ("AUROC", "left-out", "estimation efficiency", "all references", "drawn"))
-    report = json.loads((tmp_path / "a.json").read_text())
-    assert {row["data"] for row in report["rows"]} == {"clean", "sharpen", "ood:noise", "ood:left-out"}
-    assert [entry["data"] for entry in report["efficiency"]] == ["clean", "sharpen"] and report["curves"]
-    assert dllp.load(out, build("small_cnn", 8, 1)).info["data"]["classes"] == list("01234567")
-
-
-def test_bad_evaluations_are_one_line(finished: Path, tmp_path: Path, capsys: Capture) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    for words, text in (
-        (["--ood", "fog"], "unknown out-of-distribution data 'fog'"),
-        (["--ood", "digits"], "the data of the evaluation itself"),
-        (["--ood", "left-out"], "left no class out"),
-        (["--ood", str(empty)], "holds no image"),
-        (["--corrupt", "fog"], "unknown corruption 'fog'"),
-        (["--subset", "0"], "is empty"),
-        (["--gate-draws", "0"], "at least one draw"),
-    ):
-        assert main(["evaluate", str(finished), *words, "--json", str(tmp_path / "no.json")]) == 2, words
-        one_line(capsys, text)
-    assert main(["evaluate", str(empty)]) == 2
-    one_line(capsys, "not the folder of a finished run")
-    without = tmp_path / "without"
-    shutil.copytree(finished, without)
-    (without / "particle-1.safetensors").unlink()
-    assert main(["evaluate", str(without)]) == 2
-    one_line(capsys, "particle-1.safetensors")
-    assert not (tmp_path / "no.json").exists()
-
-
-def test_classes_that_are_not_there_cannot_be_left_out(tmp_path: Path, capsys: Capture) -> None:
-    assert main(["prune", *FAST, "--leave-out", "ten", "--out", str(tmp_path / "run")]) == 2
-    one_line(capsys, "no class 'ten'")
-    assert not (tmp_path / "run").exists()
-
-
-def test_other_data_is_normalised_as_in_training(finished: Path, nets: str, tmp_path: Path, capsys: Capture) -> None:
-    test = dllp.data.load("digits").test
-    npy(tmp_path / "same", test.x[:, 0].numpy(), test.y.numpy())
-    assert main(["evaluate", str(finished), "--data", "same", "--json", "a.json"]) == 0
-    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
-    assert rows == json.loads((finished / "evaluation.json").read_text())["rows"]
-
-
-def test_code_named_by_a_run_is_not_imported_silently(nets: str, tmp_path: Path, capsys: Capture) -> None:
-    model = f"{nets}:small"
-    assert main(["prune", "--model", model, *FAST, "--particles", "1", "--out", "run", "--quiet"]) == 0
-    assert main(["evaluate", "run"]) == 2
-    one_line(capsys, model, "--model", "--trust-imports")
-    assert main(["evaluate", "run", "--model", model]) == 0
-    assert main(["evaluate", "run", "--trust-imports"]) == 0
-
-
-def test_a_run_saved_from_python_needs_names(tmp_path: Path, capsys: Capture) -> None:
-    config = dllp.Config(keep_flops=0.5, epochs=1, particles=1, device="cpu")
-    dllp.prune(build("small_cnn", 10, 1), "digits", config).save(tmp_path / "run")
-    assert main(["evaluate", str(tmp_path / "run")]) == 2
-    one_line(capsys, "--data")
-    assert main(["evaluate", str(tmp_path / "run"), "--data", "digits", "--model", "small_cnn"]) == 0

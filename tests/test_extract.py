@@ -17,7 +17,7 @@ from dllp.gating import ChannelGating, WeightGating
 from dllp.particles import Particles
 from dllp.slicing import Fold, Group, Slice, cut
 from dllp.structure import discover
-from tests import networks
+from tests import families, networks
 from tests.slices import batch, both_layouts, loss, random_keep, scrambled
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ class Run:
     """Two particles that were sliced, moved a little in their small shape, and finished."""
 
     def __init__(self, name: str = "chain", channels_last: bool = False) -> None:
-        family = networks.FAMILIES[name]
+        family = families.FAMILIES[name]
         models = [scrambled(family.build()).train() for _ in range(2)]
         self.original, self.x, self.example = copy.deepcopy(models[0]), batch(family), family.example()
         if self.example.is_floating_point():
@@ -143,7 +143,7 @@ def test_a_network_that_changed_since_is_refused() -> None:
 @both_layouts
 @pytest.mark.parametrize("linear", [False, True])
 def test_single_weights_are_exact_zeros(linear: bool, channels_last: bool) -> None:
-    family = networks.FAMILIES["resnet"]
+    family = families.FAMILIES["resnet"]
     models = [networks.resnet() for _ in range(2)]
     original = copy.deepcopy(models[0])
     structure = discover(original, family.example())

@@ -123,13 +123,13 @@ for shortcut in ("zero-pad", "projection"):
     assert set(names) == norms
     # a projection's own norm is the residual of the other
     assert {name for name, relu in names.items() if not relu} == {n for n in norms if "shortcut" in n}
-    fused = fusion.fuse([network.train()], torch.randn(4, 3, 16, 16))[0]
+    fused = fusion.fuse([network.train()], torch.randn(4, 3, 8, 8))[0]
     assert fused is not network
     parameters, buffers = dict(fused.named_parameters()), dict(fused.named_buffers())
     assert all(parameters[name] is p for name, p in network.named_parameters())
     assert all(buffers[name] is b for name, b in network.named_buffers())
     # ... and its gradients are those of the plain network
-    x, y = torch.randn(4, 3, 16, 16), torch.arange(4)
+    x, y = torch.randn(4, 3, 8, 8), torch.arange(4)
     plain = copy.deepcopy(network)
     wanted = torch.autograd.grad(F.cross_entropy(plain(x), y), list(plain.parameters()))
     found = torch.autograd.grad(F.cross_entropy(fused(x), y), list(network.parameters()))
@@ -142,9 +142,9 @@ def test_weights_given_from_outside_are_used() -> None:
     interpret("""
 from torch.func import functional_call
 network = CifarResNet(1, 10, 3, "zero-pad", 8).train()
-fused = fusion.fuse([network], torch.randn(4, 3, 16, 16))[0]
+fused = fusion.fuse([network], torch.randn(4, 3, 8, 8))[0]
 changed = {name: 0.5 * p.detach() for name, p in network.named_parameters() if name.startswith("blocks.1")}
-x = torch.randn(4, 3, 16, 16)
+x = torch.randn(4, 3, 8, 8)
 a, b = functional_call(copy.deepcopy(network), changed, (x,)), functional_call(fused, changed, (x,))
 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 """)

@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from dllp.sharednorm import SharedNorm
 from dllp.state import State, restore, snapshot
 from tests import many
 from tests.commands import ENVIRONMENT
+from tests.once import once
 
 TWO = ("plain-data", "plain-particles", "norms-data", "weight-data", "weight-particles", "mean-particles",
        "coordinate-particles", "uneven-data", "four-particles", "parts-data", "parts-particles",
@@ -43,12 +44,15 @@ def alone(case: str) -> State:
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Folders with the ends of all cases, on two processes and on four."""
-    folders = {}
-    for size, names in ((2, TWO), (4, FOUR)):
-        folders[size] = tmp_path_factory.mktemp(f"ranks-{size}")
-        results = many.finish(many.start(size, ["tests.many", str(folders[size]), *names]))
+
+    def end(size: int, names: tuple[str, ...], folder: Path) -> None:
+        results = many.finish(many.start(size, ["tests.many", str(folder), *names]))
         assert all(code == 0 for code, _, _ in results), results
-    return folders
+
+    return {
+        size: once(tmp_path_factory, f"ranks-{size}", partial(end, size, names))
+        for size, names in ((2, TWO), (4, FOUR))
+    }
 
 
 @pytest.mark.parametrize(("size", "name"), [*((2, name) for name in TWO), *((4, name) for name in FOUR)])

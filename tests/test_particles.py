@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dllp.config import Config
 from dllp.errors import StructureError
 from dllp.particles import ALIGN, Layout, Particles, jitter
-from tests import networks
+from tests import families, networks
 from tests.slices import batch, both_layouts, is_padding, loss, scrambled, sliced
 
 # --- rows ---------------------------------------------------------------------------------------------------------
@@ -22,7 +22,7 @@ from tests.slices import batch, both_layouts, is_padding, loss, scrambled, slice
 @both_layouts
 @pytest.mark.parametrize("name", ["resnet", "transposed", "volume", "transformer", "scaled"])
 def test_rows_are_the_parameters(name: str, channels_last: bool) -> None:
-    models = [networks.FAMILIES[name].build() for _ in range(3)]
+    models = [families.FAMILIES[name].build() for _ in range(3)]
     before = copy.deepcopy(models)
     particles = Particles(models, channels_last=channels_last)
     assert len(particles) == 3 and particles.active == particles.networks == models and particles.intact()
@@ -57,7 +57,7 @@ def test_layout() -> None:
 
 @both_layouts
 def test_gradients_land_in_the_rows(channels_last: bool) -> None:
-    family = networks.FAMILIES["resnet"]
+    family = families.FAMILIES["resnet"]
     models = [scrambled(networks.resnet()).train() for _ in range(2)]
     for model in models:
         model.features[0][0].weight.requires_grad_(False)

@@ -19,11 +19,6 @@ from dllp.data.sources import of_classes
 from tests import pictures
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pictures.folder(tmp_path_factory.mktemp("pictures") / "set")
-
-
 def request(count: int, *numbers: int) -> Request:
     draws = np.random.default_rng(3).random((count, 5))
     return Request(np.array(numbers or range(count)), draws, fill=True)
@@ -36,7 +31,7 @@ def equal(a: Answer, b: Answer) -> bool:
 @pytest.mark.parametrize("finish", [True, False])
 @pytest.mark.parametrize("limit", ["TOGETHER", "TOGETHER_BYTES", "TOGETHER_PIXELS"])
 def test_how_many_are_worked_on_together_changes_nothing(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finish: bool, limit: str
+    photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finish: bool, limit: str
 ) -> None:
     spoiled = pictures.folder(tmp_path / "set")
     for number in (3, 4, 11):
@@ -50,9 +45,9 @@ def test_how_many_are_worked_on_together_changes_nothing(
 
 @pytest.mark.parametrize("finish", [True, False])
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_an_answer_stays_until_the_next_is_taken(root: Path, workers: int, finish: bool) -> None:
+def test_an_answer_stays_until_the_next_is_taken(photographs: Path, workers: int, finish: bool) -> None:
     def answers(workers: int) -> Iterator[Answer]:
-        data = pictures.training(root, 16, workers=workers)
+        data = pictures.training(photographs, 16, workers=workers)
         return islice(stream.read(data, stream.Order(StreamBatches(data, 2, seed=0), 0, 0), finish), 16)
 
     known = [answer._replace(pixels=answer.pixels.clone()) for answer in answers(0)]
@@ -61,8 +56,8 @@ def test_an_answer_stays_until_the_next_is_taken(root: Path, workers: int, finis
         assert equal(answer, known[k]), k
 
 
-def test_what_a_gpu_resizes_is_what_a_core_does(root: Path) -> None:
-    sources = pictures.training(root, 16).sources
+def test_what_a_gpu_resizes_is_what_a_core_does(photographs: Path) -> None:
+    sources = pictures.training(photographs, 16).sources
     cut, finished = (Reader(sources, 16, finish)[request(24)] for finish in (False, True))
     assert cut.mirror.any() and not cut.mirror.all() and finished.pixels.shape == (24, 3, 16, 16)
     resized = resize_all(cut.pixels, torch.from_numpy(cut.extent), torch.from_numpy(cut.mirror), 16)

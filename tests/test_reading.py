@@ -21,16 +21,6 @@ from dllp.errors import LONGEST, ArtifactError, ConfigError, DataError, DllpErro
 from tests.commands import FAST, npy, one_line, settle
 
 
-@pytest.fixture
-def copied(run: Path, tmp_path: Path) -> Path:
-    """A copy that may be bent."""
-    target = tmp_path / "copy"
-    target.mkdir()
-    for file in run.iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
-    return target
-
-
 def images(root: Path, size: tuple[int, int] = (8, 8)) -> Path:
     for part in ("train", "test"):
         for name in ("a", "b"):

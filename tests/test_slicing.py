@@ -13,14 +13,14 @@ from torch.func import functional_call
 from dllp.errors import StructureError
 from dllp.slicing import Fold, Group, Slice, cut, difference, recipe
 from dllp.structure import discover, verify
-from tests import networks
+from tests import families, networks
 from tests.slices import random_keep, scrambled
 
 
-@pytest.mark.parametrize("name", networks.FAMILIES)
+@pytest.mark.parametrize("name", families.FAMILIES)
 @pytest.mark.parametrize("seed", range(4))
 def test_cut_equals_gated(name: str, seed: int) -> None:
-    family = networks.FAMILIES[name]
+    family = families.FAMILIES[name]
     torch.manual_seed(seed)
     model, example = scrambled(family.build()), family.example()
     groups = discover(model, example.double() if example.is_floating_point() else example).groups

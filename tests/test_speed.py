@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -36,12 +37,21 @@ def result(run: Path) -> dllp.Result:
     return dllp.load(run, build("small_cnn", num_classes=10, in_channels=1, image_size=8))
 
 
+def memory_is_read() -> bool:
+    return Path("/proc/self/clear_refs").exists()
+
+
 def row(network: str, median: float, macs: float, runtime: str = speed.ONNX, batch: int = 64) -> speed.Row:
     return speed.Row(network, runtime, "cpu", 1, batch, median, median, median, 7, median, macs, 100)
 
 
-def test_command_measures_every_setting(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_measures_every_setting(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "speed.json"
+    # the real ones start a process for each file, nine of them: test_threads_come_back has those of one network
+    measuring = import_module("dllp.speed.measure")
+    monkeypatch.setattr(measuring, "peak_bytes", lambda path, size: path.stat().st_size * size[0])
     words = ["--batch", "1", "2", "--seconds", "0", "--json", str(path)]
     assert main(["speed", str(run), *words]) == 0
     shown = capsys.readouterr().out
@@ -58,6 +68,8 @@ def test_command_measures_every_setting(run: Path, tmp_path: Path, capsys: pytes
             assert all(r["speedup"] is not None and r["share"] is not None for r in cpu[1:])
             assert cpu[0]["speedup"] is None and cpu[1]["bytes"] < cpu[0]["bytes"]
     assert any(r["runtime"] == speed.INT8 for r in rows)
+    peaks = {(r["network"], r["runtime"]): r["memory"] for r in rows if r["device"] == "cpu"}
+    assert len(set(peaks.values())) == len(peaks) == 9, "each file's own, whatever the batch"
     assert all(0 < r["low"] <= r["median"] <= r["high"] and r["samples"] >= clock.FEWEST for r in rows)
     assert all(r["throughput"] == pytest.approx(r["batch"] / r["median"]) for r in rows)
     assert report["environment"]["onnxruntime"] and [layer["layer"] for layer in report["layers"]]
@@ -99,10 +111,11 @@ def test_round_to_one_adds_nothing(result: dllp.Result) -> None:
 
 def test_threads_come_back(result: dllp.Result) -> None:
     before = torch.get_num_threads()
-    found = speed.subjects(result, SHAPE, round_to=1)
-    rows = speed.measure(found, SHAPE, batches=[1], threads=[2], seconds=0, cuda=False, int8=False)
+    dense = speed.subjects(result, SHAPE, round_to=1)[:1]
+    rows = speed.measure(dense, SHAPE, batches=[1], threads=[2], seconds=0, cuda=False, int8=False)
     assert torch.get_num_threads() == before and {r.threads for r in rows} == {2}
     assert {r.runtime for r in rows} == {speed.TORCH, speed.ONNX}
+    assert all(r.memory is not None and r.memory > 0 for r in rows if memory_is_read())
 
 
 def test_layers_are_named_with_their_widths(result: dllp.Result) -> None:
@@ -139,7 +152,7 @@ def test_lost_time_is_what_the_flops_do_not_explain() -> None:
 
 @pytest.mark.parametrize("format", ["onnx", "pt2"])
 def test_peak_memory_grows_with_the_batch(tmp_path: Path, format: str) -> None:
-    if not Path("/proc/self/clear_refs").exists():
+    if not memory_is_read():
         pytest.skip("peak memory is read from Linux's /proc")
     network = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1))
     path = tmp_path / f"a.{format}"

@@ -15,7 +15,7 @@ from dllp.errors import Interrupted, StructureError
 from dllp.selection import select
 from dllp.slicing import cut, recipe
 from dllp.structure import Structure, discover
-from tests import networks
+from tests import families, networks
 from tests.slices import random_keep
 
 
@@ -34,9 +34,9 @@ def structure() -> Structure:
     return discover(wide(), networks.images())
 
 
-@pytest.mark.parametrize("name", networks.FAMILIES)
+@pytest.mark.parametrize("name", families.FAMILIES)
 def test_groups_and_reasons(name: str) -> None:
-    family = networks.FAMILIES[name]
+    family = families.FAMILIES[name]
     found = discover(family.build(), family.example())
     assert tuple(group.name for group in found.groups) == family.pruned
     assert tuple(found.whole) == family.whole
@@ -44,9 +44,9 @@ def test_groups_and_reasons(name: str) -> None:
     assert found.offsets[-1] == found.units == len(found.channels_per_unit)
 
 
-@pytest.mark.parametrize("name", networks.FAMILIES)
+@pytest.mark.parametrize("name", families.FAMILIES)
 def test_costs_are_exact(name: str) -> None:
-    family = networks.FAMILIES[name]
+    family = families.FAMILIES[name]
     model, example = family.build(), family.example()
     found = discover(model, example)
     assert found.flops.dense == pytest.approx(macs(model, example), rel=1e-12)
@@ -102,7 +102,7 @@ def test_layers(structure: Structure) -> None:
 
 @pytest.mark.parametrize("name", ["resnet", "sequence", "transformer", "zero_pad"])
 def test_the_model_is_untouched(name: str) -> None:
-    family = networks.FAMILIES[name]
+    family = families.FAMILIES[name]
     model, example = family.build().train(), family.example()
     next(model.children()).eval()
     first = next(model.parameters())
@@ -127,9 +127,9 @@ def test_the_model_is_untouched(name: str) -> None:
     assert not example.requires_grad
 
 
-@pytest.mark.parametrize("name", networks.REFUSED)
+@pytest.mark.parametrize("name", families.REFUSED)
 def test_refusals_name_the_layer_and_the_way_out(name: str) -> None:
-    model = networks.REFUSED[name]()
+    model = families.REFUSED[name]()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(StructureError, match=r"'features\.0'.*filter_fn") as caught:
         discover(model, networks.images())

@@ -11,6 +11,7 @@ from typing import Any
 
 from jsonargparse import ActionYesNo, ArgumentParser, DefaultHelpFormatter
 
+from dllp.config import types_of
 from dllp.version import __version__
 
 SUITED = ("epochs", "batch_size", "init", "task")
@@ -36,7 +37,7 @@ def new_parser(command: str, description: str, epilog: str, **options: Any) -> A
 
 def add_fields(group: Any, cls: type, names: Sequence[str], **override: Any) -> None:
     """An option for each named field of a dataclass, explained by its docstring."""
-    types, texts = typing.get_type_hints(cls), _texts(cls)
+    types, texts = types_of(cls), _texts(cls)
     for field in fields(cls):
         if field.name not in names:
             continue

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from dllp import reading
-from dllp.config import Config
+from dllp.config import Config, types_of
 from dllp.errors import ConfigError
 from dllp.options.commands import TASK, prune
 from dllp.options.mistakes import near, plain
@@ -43,7 +43,7 @@ def read(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{path}: unknown name {name!r}{near(name, known)}")
     try:
         read = vars(prune().parse_object(named, defaults=False))
-        hints = typing.get_type_hints(Task) | typing.get_type_hints(Config)
+        hints = {**types_of(Task), **types_of(Config)}
         for name, value in read.items():
             if value is None and type(None) not in typing.get_args(hints[name]):  # the parser takes it for "not given"
                 raise ConfigError(f"{name} has no value")

@@ -76,9 +76,8 @@ def feed(reader: Reader, inputs: Sequence[int]) -> dict[str, Any]:
     return figures | ({"failures": failures} if failures else {})
 
 
-def campaign(inputs: int, root: Path, first: int = 0, only: str = "") -> dict[str, Any]:
+def campaign(inputs: int, every: Sequence[Reader], first: int = 0) -> dict[str, Any]:
     """At least `inputs` damaged files, shared out among the readers."""
-    every = [reader for reader in readers(root) if only in reader.name]
     total = sum(reader.share for reader in every)
     by_reader = {}
     for reader in every:
@@ -132,7 +131,8 @@ def main() -> int:
     warnings.simplefilter("error")
     os.fsync = lambda handle: None  # what is tested is reading
     with tempfile.TemporaryDirectory(prefix="dllp-fuzz-", dir=MEMORY if os.path.isdir(MEMORY) else None) as folder:
-        figures = campaign(given.inputs, Path(folder), given.first, given.only)
+        every = [reader for reader in readers(Path(folder)) if given.only in reader.name]
+        figures = campaign(given.inputs, every, given.first)
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     figures = {
         "command": " ".join(["python", "tests/fuzz/run.py", *sys.argv[1:]]),

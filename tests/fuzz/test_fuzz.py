@@ -30,8 +30,8 @@ def every(tmp_path_factory: pytest.TempPathFactory) -> list[Reader]:
     return readers(tmp_path_factory.mktemp("fuzz"))
 
 
-def test_two_thousand_damaged_files(tmp_path: Path) -> None:
-    figures = campaign(2000, tmp_path / "fuzz")
+def test_two_thousand_damaged_files(every: list[Reader]) -> None:
+    figures = campaign(2000, every)
     failures = [text for own in figures["readers"].values() for text in own.get("failures", ())]
     assert figures["uncaught"] == 0, "\n\n".join(failures)
     assert figures["inputs"] >= 2000 and figures["refused"] > 1000

@@ -1,0 +1,121 @@
+"""Run folders that others, or a failing disk, have left: one error that names the file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import dllp
+from dllp import ArtifactError, artifacts
+from tests import saved
+
+SAFETENSORS = ["gates.safetensors", "particle-0.safetensors", "reference-1.safetensors"]
+
+
+@pytest.fixture
+def folder(saved_run: tuple[dllp.Result, Path], tmp_path: Path) -> Path:
+    """A copy that may be damaged."""
+    return Path(shutil.copytree(saved_run[1], tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("name", ["run.json", *SAFETENSORS])
+@pytest.mark.parametrize("damage", ["empty", "half", "noise", "missing"])
+def test_damaged_files_are_named(folder: Path, name: str, damage: str) -> None:
+    path = folder / name
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes({"empty": b"", "half": content[: len(content) // 2], "noise": b"\xff" * 64}[damage])
+    with pytest.raises(ArtifactError) as caught:
+        dllp.load(folder, saved.build())
+    message = str(caught.value)
+    assert "\n" not in message and (name in message if damage != "missing" or name != "run.json" else True)
+    assert str(folder) in message
+
+
+@pytest.mark.parametrize("value", [None, 3, [], "text", {}, {"format": 99}])
+def test_a_run_of_another_format(folder: Path, value: Any) -> None:
+    (folder / "run.json").write_text(json.dumps(value))
+    with pytest.raises(ArtifactError, match=r"run\.json is not of format"):
+        dllp.load(folder, saved.build())
+
+
+@pytest.mark.parametrize(
+    "field", ["config", "recipes", "gated", "dense", "sizes", "widths", "whole", "history", "info"]
+)
+def test_a_missing_field_is_an_error(folder: Path, field: str) -> None:
+    values = json.loads((folder / "run.json").read_text())
+    del values[field]
+    (folder / "run.json").write_text(json.dumps(values))
+    with pytest.raises(ArtifactError, match=r"run\.json"):
+        dllp.load(folder, saved.build())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("config", 3),
+        ("gated", 3),
+        ("dense", 3),
+        ("sizes", 3),
+        ("config", {"keep_flops": 7}),
+        ("config", {"unknown": 7}),
+        ("recipes", None),
+        ("recipes", 3),
+        ("recipes", [3, 3]),
+        ("recipes", [{"0": {"out": [99]}}] * 2),
+        ("recipes", [{}] * 5),
+        ("recipes", []),
+    ],
+)
+def test_fields_of_the_wrong_kind_are_errors_of_the_run(folder: Path, field: str, value: Any) -> None:
+    values = json.loads((folder / "run.json").read_text())
+    values[field] = value
+    (folder / "run.json").write_text(json.dumps(values))
+    with pytest.raises(ArtifactError, match=r"run\.json"):
+        dllp.load(folder, saved.build())
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="is not a folder"):
+        dllp.load(tmp_path / "nothing", saved.build())
+    with pytest.raises(ArtifactError, match=r"holds no run\.json"):
+        dllp.load(tmp_path, saved.build())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda net: net.append(nn.Linear(3, 3)), "has no tensor"),
+        (lambda net: net.pop(8), "that the network lacks"),
+        (lambda net: net.__setitem__(8, nn.Linear(12, 4)), "but the network needs"),
+        (lambda net: net.double(), "but the network needs"),
+    ],
+)
+def test_another_network_is_an_error(
+    saved_run: tuple[dllp.Result, Path], change: Callable[[nn.Sequential], object], words: str
+) -> None:
+    network = saved.build()
+    assert isinstance(network, nn.Sequential)
+    change(network)
+    with pytest.raises(ArtifactError, match=words) as caught:
+        dllp.load(saved_run[1], network)
+    assert "reference-0.safetensors" in str(caught.value)
+
+
+@pytest.mark.parametrize("index", [torch.tensor([-1, 0]), torch.tensor([0, 99]), torch.tensor([0]), torch.zeros(2)])
+def test_positions_that_do_not_fit(tmp_path: Path, index: Tensor) -> None:
+    path = tmp_path / "net.safetensors"
+    index = index.to(torch.int32) if not index.is_floating_point() else index
+    save_file({"weight#index": index, "weight#value": torch.ones(2), "bias": torch.zeros(2)}, path)
+    with pytest.raises(ArtifactError, match=r"net\.safetensors: the positions of 'weight' do not fit"):
+        artifacts.read_network(path, nn.Linear(3, 2))

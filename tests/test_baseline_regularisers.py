@@ -1,0 +1,112 @@
+"""Methods that act on the weights while training: penalties against autograd, thresholds and zeros by hand."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dllp.baselines import METHODS, run
+from dllp.baselines.deephoyer import DeepHoyer
+from dllp.baselines.magnitude import MagnitudeL1
+from dllp.baselines.polarization import Polarization
+from dllp.baselines.slimming import Slimming
+from dllp.baselines.soft import SoftFilters
+from dllp.baselines.sss import SparseStructures
+from dllp.config import Config
+from dllp.particles import Particles
+from dllp.train import Trainer
+from dllp.zoo.small import small_cnn
+from tests.oracles import normal
+from tests.scenes import DIGITS, scene_of
+
+
+def test_penalties_are_gradients_of_what_they_name() -> None:
+    scene = scene_of(small_cnn().double(), normal(2, 1, 8, 8))
+    rows = scene.particles.rows
+    named = dict(scene.network.named_parameters())
+
+    def gradient(energy: Tensor) -> dict[str, Tensor]:
+        found = torch.autograd.grad(energy, list(named.values()), allow_unused=True)
+        return {k: torch.zeros_like(p) if g is None else g for (k, p), g in zip(named.items(), found, strict=True)}
+
+    with torch.no_grad():  # all ones would hide what the mean does
+        for i in (1, 2, 3):
+            named[f"bn{i}.weight"].copy_(normal(len(named[f"bn{i}.weight"]), seed=i).abs())
+    gammas = torch.cat([named[f"bn{i}.weight"] for i in (1, 2, 3)])
+    norms = [named[f"conv{i}.weight"].flatten(1).norm(dim=1) for i in (1, 2, 3)]
+    for method, energy in (
+        (Slimming(strength=0.3), gammas.abs().sum()),
+        (Polarization(strength=0.3, t=1.2), 1.2 * gammas.abs().sum() - (gammas - gammas.mean()).abs().sum()),
+        (DeepHoyer(strength=0.3), torch.stack([f.sum() ** 2 / f.square().sum() for f in norms]).sum()),
+    ):
+        trainer = Trainer(scene.particles, None, scene.config, num_data=10, steps_per_epoch=1)
+        method.start(trainer, scene)
+        assert trainer.penalty is not None
+        found = trainer.penalty(rows)[0]
+        for k, expected in gradient(0.3 * energy).items():
+            view = scene.particles.layout.segments[k].view(found)
+            torch.testing.assert_close(view, expected, rtol=1e-9, atol=1e-12, msg=lambda m, n=method.name: f"{n}: {m}")
+
+
+def test_l1_training_adds_the_sign_of_each_weight_to_the_gradient() -> None:
+    data = DIGITS.train.subset(range(128))
+    config = Config(keep_params=0.5, epochs=1, batch_size=128, init="fresh", warmup=0.0)
+    plain, strong = (run.prune(MagnitudeL1(strength=s), small_cnn(), data, config) for s in (0.0, 1e-3))
+    before = Particles.start(small_cnn(), config, torch.device("cpu")).networks[0]
+    moved = dict(strong.before.reference.named_parameters())
+    for name, w in plain.before.reference.named_parameters():
+        shift = w - moved[name]
+        if not name.startswith("conv"):
+            assert torch.equal(shift, torch.zeros_like(shift))
+            continue
+        start = dict(before.named_parameters())[name]
+        lr = plain.before.history[-1]["lr"]
+        # the first step of Nesterov's momentum: lr (1 + 0.9) times the gradient
+        torch.testing.assert_close(shift, 1.9 * lr * 1e-3 * start.sign(), rtol=1e-3, atol=1e-7)
+
+
+def test_soft_thresholding_reaches_exact_zeros() -> None:
+    scene = scene_of(small_cnn().double(), normal(2, 1, 8, 8))
+    trainer = Trainer(scene.particles, None, scene.config, num_data=10, steps_per_epoch=1)
+    trainer.lr = 0.1
+    gamma = dict(scene.network.named_parameters())["bn1.weight"]
+    with torch.no_grad():
+        gamma[:3] = torch.tensor([0.005, -0.02, 1.0])
+    SparseStructures(strength=0.01).step(trainer, scene)  # threshold 0.1 * 0.01 / (1 - 0.9) = 0.01
+    torch.testing.assert_close(gamma[:3].detach(), torch.tensor([0.0, -0.01, 0.99]).double())
+
+
+def test_soft_pruning_zeroes_the_smallest_filters_of_every_layer() -> None:
+    scene = scene_of(small_cnn().double(), normal(2, 1, 8, 8))
+    before = {k: p.detach().clone() for k, p in scene.network.named_parameters()}
+    with torch.no_grad():  # norms take part: a filter is what the network applies
+        for i in (1, 2, 3):
+            for name in (f"bn{i}.weight", f"bn{i}.bias"):
+                before[name].copy_(normal(len(before[name]), seed=i).abs() + 0.1)
+                scene.network.get_parameter(name).copy_(before[name])
+    SoftFilters().zero(scene)
+    for i in (1, 2, 3):
+        gamma, beta = (scene.network.get_parameter(f"bn{i}.{name}").detach() for name in ("weight", "bias"))
+        sizes = before[f"conv{i}.weight"].flatten(1).norm(dim=1) * before[f"bn{i}.weight"]
+        zero = gamma == 0
+        assert 0 < int(zero.sum()) < len(zero) and sizes[zero].max() < sizes[~zero].min()
+        assert torch.equal(beta == 0, zero) and torch.equal(gamma[~zero], before[f"bn{i}.weight"][~zero])
+        assert torch.equal(scene.network.get_parameter(f"conv{i}.weight"), before[f"conv{i}.weight"]), "it may return"
+
+
+def test_soft_pruning_does_not_spoil_training() -> None:
+    config = Config(keep_flops=0.3, epochs=6, batch_size=64, init="fresh")
+    test = DIGITS.test
+    for name in ("sfp", "fpgm"):
+        model = run.prune(METHODS[name], small_cnn(), DIGITS, config).before.reference
+        assert float((model(test.inputs(slice(None))).argmax(1) == test.y).float().mean()) > 0.8
+
+
+def test_the_geometric_median_goes_first() -> None:
+    model = small_cnn()
+    with torch.no_grad():
+        model.conv2.weight[5] = model.conv2.weight.mean(0)  # replaceable by the others, though not the smallest
+        model.conv2.weight[6] = 0.0 * model.conv2.weight[6] + 10.0
+    scene = scene_of(model, torch.randn(2, 1, 8, 8))
+    scores = METHODS["fpgm"].scores(scene)[scene.structure.slices[1]]
+    assert scores[5] == scores.min() and scores[6] == scores.max()

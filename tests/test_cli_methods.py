@@ -1,0 +1,63 @@
+"""Other methods on the command line: by name, stopped and resumed, and listed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dllp.baselines import METHODS, run
+from dllp.cli import main
+from tests.commands import one_line
+
+
+def test_a_run_of_another_method_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    words = ["--method", "magnitude-l1", "--keep-params", "0.3", "--epochs", "2", "--finetune-epochs", "1"]
+    assert main(["prune", *words, "--batch-size", "256", "--out", str(out)]) == 0
+    assert "before fine-tuning" in capsys.readouterr().out
+    rows = json.loads((out / "evaluation.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["dense", "before fine-tuning", "particle 1"]
+    assert rows[1]["params"] == rows[2]["params"] <= 0.3 * rows[0]["params"]
+    stored = json.loads((out / "run.json").read_text())
+    assert stored["info"]["method"] == "magnitude-l1" and stored["config"]["granularity"] == "weight"
+    assert main(["analyze", str(out), "--json", str(tmp_path / "shapes.json")]) == 0
+    whole = json.loads((tmp_path / "shapes.json").read_text())["whole"]
+    assert whole["kept"]["near_zero"] < whole["before"]["near_zero"]
+    capsys.readouterr()
+    for options, words in (
+        (["--method", "sfp", "--particles", "2", "--keep-flops", "0.5"], ["method sfp has particles = 1"]),
+        (["--method", "sfp", "--granularity", "weight", "--keep-flops", "0.5"], ["granularity = channel"]),
+        (["--method", "sfp"], ["sfp needs a budget"]),
+        (["--method", "sfp", "--keep-flops", "0.0001"], ["cannot be reached"]),
+        (["--finetune-epochs", "2"], ["finetune_epochs is for other methods"]),
+        (["--method", "nothing"], ["there is no method 'nothing'"]),
+    ):
+        assert main(["prune", *options, "--out", str(tmp_path / "none")]) == 2
+        one_line(capsys, *words)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_stopped_run_of_another_method_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--method", "magnitude-l1", "--keep-params", "0.3", "--epochs", "2", "--finetune-epochs", "1", "--quiet"]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert main(["prune", *words, "--out", str(whole)]) == 0
+
+    def broken(*args: object, **rest: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "holding", lambda gated: broken)
+        assert main(["prune", *words, "--out", str(stopped)]) == 2
+    assert not (stopped / "run.json").exists()
+    assert main(["prune", "--resume", "--out", str(stopped), "--quiet"]) == 0
+    for name in ("particle-0.safetensors", "reference-0.safetensors", "gates.safetensors"):
+        assert (stopped / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_methods_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["methods", "--json", str(tmp_path / "list.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 13 and lines[0].startswith("dllp ") and any("2019" in line for line in lines)
+    assert [entry["name"] for entry in json.loads((tmp_path / "list.json").read_text())] == ["dllp", *METHODS]

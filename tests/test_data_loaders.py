@@ -1,0 +1,81 @@
+"""A user's own DataLoader: batches that depend on seed and epoch alone, and one line for every mistake."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from dllp.data import LoaderBatches
+from dllp.errors import DataError
+
+
+def loader(**options) -> DataLoader:
+    return DataLoader(TensorDataset(torch.randn(20, 3, 4, 4), torch.arange(20) % 4), batch_size=8, **options)
+
+
+@pytest.mark.parametrize("own", [None, torch.Generator()])
+def test_loader_batches_depend_on_seed_and_epoch_alone(own):
+    source = LoaderBatches(loader(shuffle=True, generator=own), seed=1, channels_last=True)
+    assert (source.steps, source.num_examples) == (3, 20)
+    torch.manual_seed(5)
+    first = list(source.epoch(2))
+    assert torch.equal(torch.rand(1), torch.rand(1, generator=torch.Generator().manual_seed(5)))
+    rest = list(source.epoch(2, start_step=1))
+    assert len(rest) == 2
+    assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(first[1:], rest, strict=True))
+    assert not torch.equal(first[0][0], next(source.epoch(3))[0])
+    assert first[0][0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_loader_tells_its_sampler_the_epoch():
+    class Sampler(torch.utils.data.SequentialSampler):
+        seen = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.seen = epoch
+
+    sampler = Sampler(range(20))
+    list(LoaderBatches(loader(sampler=sampler), seed=0).epoch(4))
+    assert sampler.seen == 4
+
+
+def test_loader_settles_types():
+    pairs = TensorDataset(torch.full((2, 1), 255, dtype=torch.uint8), torch.ones(2, dtype=torch.float64))
+    x, y = next(LoaderBatches(DataLoader(pairs, batch_size=2), seed=0).epoch(0))
+    assert x.dtype == y.dtype == torch.float32 and x.tolist() == [[1], [1]] and y.shape == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (TensorDataset(torch.zeros(4, 1), torch.full((4,), 9)), "label 9 in batch 0 of the DataLoader"),
+        (TensorDataset(torch.full((4, 1), torch.nan), torch.zeros(4).long()), "NaN"),
+        (TensorDataset(torch.zeros(4, 1)), "is a list, not a pair of tensors"),
+        ([{"x": 1}] * 4, "is a dict, not a pair"),
+    ],
+)
+def test_bad_loaders(dataset, message):
+    source = LoaderBatches(DataLoader(dataset, batch_size=2), seed=0, num_classes=3)
+    with pytest.raises(DataError, match=message):
+        list(source.epoch(0))
+
+
+def test_loaders_without_length_or_batches():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield torch.zeros(1), 0
+
+    with pytest.raises(DataError, match="has no length"):
+        LoaderBatches(DataLoader(Stream()), seed=0)
+    with pytest.raises(DataError, match="yields no batch"):
+        LoaderBatches(DataLoader(TensorDataset(torch.zeros(2, 1)), batch_size=4, drop_last=True), seed=0)
+
+    class Short(DataLoader):
+        def __len__(self) -> int:
+            return 5
+
+    short = Short(TensorDataset(torch.zeros(2, 1), torch.zeros(2).long()))
+    with pytest.raises(DataError, match="ended at batch 2 of 5"):
+        list(LoaderBatches(short, seed=0).epoch(0))
+    uneven = DataLoader([0], collate_fn=lambda _: (torch.zeros(2, 1), torch.zeros(3)))
+    with pytest.raises(DataError, match="2 inputs but 3 labels"):
+        list(LoaderBatches(uneven, seed=0).epoch(0))

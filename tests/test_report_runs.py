@@ -1,0 +1,130 @@
+"""Runs that the report meets: what it reads of them, what it says is damaged, and kinds other than the ordinary."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dllp
+from dllp import artifacts
+from dllp.cli import main
+from dllp.report import contents, records
+from dllp.train import EpochRecord
+from dllp.zoo import build
+from tests.commands import npy, one_line, settle
+from tests.pages import plots
+
+pytest.importorskip("plotly", reason="needs plotly: pip install -e '.[report]'")
+
+
+# ---- what is read
+
+
+@pytest.mark.parametrize(("file", "old", "new"), [
+    ("run.json", '"phase": "', '"phase": "<b>'), ("run.json", '"multiplier": [', '"multiplier": ["x", '),
+    ("evaluation.json", '"rows": [', '"rows": [3, '), ("evaluation.json", '"rows"', '"columns"'),
+    ("evaluation.json", '"name": "dense"', '"name": 5'), ("log.jsonl", '"loss": [', '"loss": ["a", '),
+    ("run.json", '"conv1": [\n', '"conv1": [\n 4,\n'),
+])  # fmt: skip
+def test_damaged_files_are_one_line(
+    copied: Path, capsys: pytest.CaptureFixture[str], file: str, old: str, new: str
+) -> None:
+    content = (copied / file).read_text()
+    assert old in content
+    (copied / file).write_text(content.replace(old, new))
+    assert main(["report", str(copied), "--quiet"]) == 2
+    one_line(capsys, file)
+    assert not (copied / "report.html").exists()
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda x: st.lists(x), max_leaves=5
+    )
+)
+def test_whatever_fits_is_of_its_kind(value: Any) -> None:
+    if records.fits(value, list[float]):
+        assert isinstance(value, list) and all(type(v) in (int, float) and math.isfinite(v) for v in value)
+    if records.fits(value, float | None):
+        assert value is None or math.isfinite(value)
+    assert records.fits(value, bool) == isinstance(value, bool)
+
+
+def test_records_know_their_fields(run: Path) -> None:
+    found = contents.read(run)
+    assert all(isinstance(record, EpochRecord) for record in found.history) and len(found.dense_history) == 2
+    assert list(found.clean) == ["dense", "particle 1", "particle 2", "all particles"]
+
+
+def test_stored_speed_is_shown(copied: Path) -> None:
+    row = {"network": "dense", "runtime": "PyTorch", "device": "cpu", "threads": 1, "batch": 64, "median": 4e-3,
+           "low": 3e-3, "high": 5e-3, "samples": 9, "cpu": 4e-3, "macs": 1e6, "bytes": 10, "memory": None,
+           "speedup": None, "share": None, "throughput": 1.0}  # fmt: skip
+    pruned = row | {"network": "pruned", "median": 2e-3, "macs": 2.5e5, "speedup": 2.0, "share": 2 / 3}
+    slow = {"layer": "conv9", "dense_ms": 3.0, "pruned_ms": 1.5, "dense_width": 64, "pruned_width": 17,
+            "kept_macs": 0.25, "lost_ms": 0.75}  # fmt: skip
+    (copied / "speed.json").write_text(json.dumps({"rows": [row, pruned], "layers": [slow]}))
+    assert main(["report", str(copied), "--quiet"]) == 0
+    text = (copied / "report.html").read_text()
+    assert "2.00×" in text and "67% of the saved FLOPs became saved time" in text and "conv9 (0.75 ms)" in text
+    assert plots(text)["layers"]["data"][2]["x"] == [0.75]
+    (copied / "speed.json").write_text(json.dumps({"rows": [row | {"median": 0.0}], "layers": []}))
+    assert main(["report", str(copied), "--quiet"]) == 2
+
+
+def test_corruptions_are_kept_and_shown(copied: Path) -> None:
+    assert main(["evaluate", str(copied), "--corrupt", "gaussian-blur:1,2"]) == 0
+    assert main(["evaluate", str(copied), "--corrupt", "sharpen", "gaussian-blur:2"]) == 0
+    assert main(["report", str(copied), "--quiet"]) == 0
+    shown = plots((copied / "report.html").read_text())["corrupted-accuracy"]["data"]
+    assert [trace["name"] for trace in shown if trace["showlegend"]] == ["dense", "particle 1", "all particles"]
+    curves = [["clean"], ["gaussian-blur:1", "gaussian-blur:2"], ["sharpen"]]
+    assert [trace["x"] for trace in shown if trace["name"] == "dense"] == curves
+
+
+# ---- runs of other kinds
+
+
+def test_single_weights_made_from_python(tmp_path: Path) -> None:
+    x, y = torch.randn(64, 1, 8, 8), torch.randint(10, (64,))
+    config = dllp.Config(keep_flops=0.5, epochs=2, batch_size=32, particles=1, granularity="weight", init="fresh")
+    dllp.prune(build("small_cnn", num_classes=10, in_channels=1), (x, y), config).save(tmp_path / "a")
+    assert main(["report", str(tmp_path / "a"), "--quiet"]) == 0
+    text = (tmp_path / "a" / "report.html").read_text()
+    assert "histograms" in plots(text) and "dllp evaluate measures its networks" in text
+    assert "Latency was not measured" in text and "--data" in text
+
+
+def test_a_regression(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = settle(tmp_path, monkeypatch)
+    x = np.random.default_rng(0).standard_normal((60, 4)).astype(np.float32)
+    data = npy(tmp_path / "data", x, np.stack([x.sum(1)] * 7, 1))
+    words = ["--data", str(data), "--model", f"{name}:wide", "--epochs", "2", "--keep-flops", "0.5", "--init", "fresh"]
+    assert main(["prune", *words, "--out", "run", "--quiet"]) == 0
+    assert main(["report", "run", "--model", f"{name}:wide", "--quiet"]) == 0
+    text = (tmp_path / "run" / "report.html").read_text()
+    assert "Error (RMSE)" in text and "accuracy" not in plots(text) and "reliability" not in plots(text)
+
+
+def test_data_that_is_gone_is_said(copied: Path) -> None:
+    settings = copied / "config.yaml"
+    settings.write_text(settings.read_text().replace("data: digits", "data: /nowhere/at/all"))
+    assert main(["report", str(copied), "--quiet"]) == 0
+    text = (copied / "report.html").read_text()
+    assert "Test images are not shown: no data set" in text and "reliability" in plots(text)
+
+
+def test_answers_are_asked_for_where_the_folder_lacks_them(copied: Path, report_page: str) -> None:
+    (copied / artifacts.EXAMPLES).unlink()
+    assert main(["report", str(copied), "--quiet"]) == 0
+    again = (copied / "report.html").read_text()
+    assert plots(again)["reliability"] == plots(report_page)["reliability"]
+    assert again.count("<img") == report_page.count("<img")
