@@ -34,12 +34,13 @@ class Cost:
         """theta (..., U) -> (...): expected cost under independent gates, exact; the cost itself for 0/1 gates."""
         with torch.autocast(theta.device.type, enabled=False):  # which would round the products to half precision
             theta = theta.to(self.linear.dtype)
-            counts = theta @ self.signals
+            # sums of products, not matrix products: their library would hold a workspace larger than all of this
+            counts = (theta[..., None] * self.signals).sum(-2)
             inputs = self.in_const + counts.index_select(-1, self.in_signal)
             outputs = self.out_const + counts.index_select(-1, self.out_signal)
             # A gate on both sides of a layer has E[z z] = theta, not theta^2.
-            single = theta @ self.linear + (theta * (1 - theta)) @ self.square
-            return self.const + single + (inputs * outputs) @ self.pair
+            single = (theta * self.linear + theta * (1 - theta) * self.square).sum(-1)
+            return self.const + single + (inputs * outputs * self.pair).sum(-1)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Cost:
         """The same cost on `device`; float64 unless `dtype` says otherwise."""

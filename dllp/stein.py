@@ -29,9 +29,9 @@ _STRIP = 1 << 22
 
 @dataclass(frozen=True, eq=False)
 class BlockIndex:
-    """Consecutive blocks of columns, prepared once: their lengths and the block (P,) of every column.
+    """Consecutive blocks of columns, prepared once: their lengths and the block of every g columns, (P / g,).
 
-    `index` is None for a single block, which needs no look-up.
+    g is what all lengths are multiples of. `index` is None for a single block, which needs no look-up.
     """
 
     lengths: tuple[int, ...]
@@ -48,7 +48,8 @@ def block_index(lengths: Sequence[int], device: torch.device | str | None = None
         raise ConfigError(f"block lengths {lengths[:4]}...: give at least one block, each with at least one column")
     if len(lengths) == 1:
         return BlockIndex(lengths, None)
-    index = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), torch.tensor(lengths))
+    counts = torch.tensor(lengths) // math.gcd(*lengths)
+    index = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), counts)
     return BlockIndex(lengths, index.to(device))
 
 
@@ -171,7 +172,7 @@ def combine(
 ) -> Tensor:
     """(n, P), (n, P), (pairs, B), (pairs, B) -> (n, P): the direction, accumulated pair by pair; elementwise only.
 
-    `index` (P,) gives the block of every column, None where the weights are one for all or one for each column.
+    `index` (P / g,) gives the block of every g columns, None where the weights are one for all or one for each column.
     With `own` only the rows in that range are computed and returned.
     """
     own = range(len(x)) if own is None else own
@@ -181,13 +182,18 @@ def combine(
             continue
         k, w = attraction[pair], repulsion[pair]
         if index is not None:
-            k, w = k.index_select(0, index), w.index_select(0, index)
+            k, w = (_at_columns(values, index, x.shape[1]) for values in (k, w))
         # grad_{x_j} k(x_j, x_i) = (2 / h) k (x_i - x_j): away from the other particle, for both of them. As a
         # difference, not as the matrix form's diag(K1) X - K X, which cancels for particles close to each other.
         push = (x[i] - x[j]) * w
         phi[i] = phi[i] + k * s[j] + push
         phi[j] = phi[j] + k * s[i] - push
     return torch.stack(phi[own.start : own.stop])
+
+
+def _at_columns(values: Tensor, index: Tensor, columns: int) -> Tensor:
+    """(B,) values of blocks -> (P,), each at its columns."""
+    return values.index_select(0, index)[:, None].expand(-1, columns // len(index)).reshape(columns)
 
 
 @torch.no_grad()

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dllp import fusion, objective, parallel, priors, recompute, schedule, sharednorm, stein
+from dllp import fusion, objective, parallel, priors, recompute, rounding, schedule, sharednorm, stein
 from dllp.belief import Belief
 from dllp.config import Config
 from dllp.gating import ChannelGating, WeightGating
 from dllp.parallel import Mirror, Place
 from dllp.particles import Particles
 from dllp.slicing import Fold
-from dllp.update import score_of, update_rows
+from dllp.update import correct_rows, score_of, update_rows
 
 Phase = Literal["open", "soft", "discrete"]
 T = TypeVar("T")
@@ -59,7 +59,6 @@ class Step:
         self.momentum = torch.zeros_like(rows)
         self.gaussian = config.likelihood == "gaussian"
         self.scores = torch.zeros_like(rows if self.gaussian else rows[:, :0])
-        self.prior_scores = torch.zeros_like(rows if gating else rows[:, :0])
         self.penalty: Callable[[Tensor], Tensor] | None = None  # (n, P) rows -> gradient of a regulariser
         self.knobs = rows.new_zeros(3)  # lr, temperature, ramp: read inside captured steps
         self.healthy = torch.ones((), dtype=torch.bool, device=device)
@@ -177,8 +176,11 @@ class Step:
         return torch.ones_like(self.belief.logits)
 
     def _each(self, work: Callable[[int], T]) -> list[T]:
-        """work(i) for every particle; on CUDA each on a stream of its own, joined at the end."""
-        if not self.streams:
+        """work(i) for every particle; in a captured step each on a stream of its own, joined at the end.
+
+        Not before: step by step the CPU cannot fill two streams, and memory freed on one does not serve the other.
+        """
+        if not self.streams or not torch.cuda.is_current_stream_capturing():
             return [work(i) for i in range(len(self.particles))]
         main, results = torch.cuda.current_stream(), []
         for i, stream in enumerate(self.streams):
@@ -202,6 +204,8 @@ class Step:
                 weights = fold(dict(network.named_parameters()), gate)
             elif self.gating is not None and self.phase != "open" and not self.particles.sliced:
                 weights = self.gating.weights(dict(network.named_parameters()), z)
+            if bf16:
+                weights = rounding.early(network, weights)
             outputs = functional_call(network, weights, (x,), tie_weights=False) if weights else network(x)
         return outputs.float() if bf16 else outputs
 
@@ -284,29 +288,33 @@ class Step:
 
     def _step_with_prior(self, at: Tensor, z: Tensor, through: Tensor) -> None:
         """Slab by its score, spike as a proximal step: stable however narrow it is (Section 1, stiffness)."""
-        c, rows = self.config, self.particles.rows
+        c, rows, lr, learnable = self.config, self.particles.rows, self.knobs[0], self.learnable[at]
         slab, spike = self.belief.prior_pulls(rows)
-        self.prior_scores[:, at] = -slab[..., None] * rows[:, at]
+        pull = slab[..., None] * rows[:, at] * learnable  # minus the slab's score, which has no matrix of its own
         if self.phase == "soft":
             self.belief.gate_gradient(z, through, self.knobs[1], self.knobs[2])
-        self._advance()
+        if self.gaussian:
+            self.scores[:, at] -= pull
+            self._advance()
+        else:
+            self.particles.gradients[:, at] += pull  # whose negative is then the score of the whole posterior
+            self._advance()
+            correct_rows(rows, self.momentum, at, pull, lr, self.healthy, c.momentum)
         share = c.beta / (self.place.particles * (1 - c.momentum))
-        pull = self.knobs[0] * share * spike[..., None] * self.learnable[at]
-        rows[:, at] = priors.proximal_spike(rows[:, at], pull)
+        rows[:, at] = priors.proximal_spike(rows[:, at], lr * share * spike[..., None] * learnable)
 
     def _advance(self) -> None:
         """Equations 14 and 15: kernel weights of every block, then one fused update."""
         c, rows, gradients = self.config, self.particles.rows, self.particles.gradients
         scores = self.scores if self.gaussian else None
-        prior = self.prior_scores if self.gating is not None and self.belief.keep is None else None
         index = self.blocks.index if isinstance(self.blocks, stein.BlockIndex) else None
         weights: tuple[Tensor, Tensor] | tuple[()] = ()
         if self.gating is not None and self.place.rows.size > 1:
-            scores, prior = self._direction(score_of(gradients, scores, prior, self.moving), index), None
+            scores = self._direction(score_of(gradients, scores, self.moving), index)
         elif self.gating is not None and len(rows) > 1:
             weights = self._pair_weights(rows)
         self.update(
-            rows, gradients, self.momentum, scores, prior, weights, index, self.decayed, self.moving, self.knobs[0],
+            rows, gradients, self.momentum, scores, weights, index, self.decayed, self.moving, self.knobs[0],
             self.healthy, c.weight_decay or 0.0, 0.0 if self.gating is None else c.beta, c.momentum,
         )  # fmt: skip
 

@@ -8,14 +8,13 @@ from torch import Tensor
 from dllp import stein
 
 
-def score_of(gradients: Tensor, scores: Tensor | None, prior_scores: Tensor | None, moving: Tensor) -> Tensor:
+def score_of(gradients: Tensor, scores: Tensor | None, moving: Tensor) -> Tensor:
     """(n, P): gradient of the mean log-posterior; the arguments are those of :func:`update_rows`."""
-    score = -gradients if scores is None else scores * moving
-    return score if prior_scores is None else score + prior_scores
+    return -gradients if scores is None else scores * moving
 
 
 def update_rows(
-    rows: Tensor, gradients: Tensor, momentum: Tensor, scores: Tensor | None, prior_scores: Tensor | None,
+    rows: Tensor, gradients: Tensor, momentum: Tensor, scores: Tensor | None,
     weights: tuple[Tensor, Tensor] | tuple[()], index: Tensor | None, decayed: Tensor, moving: Tensor, lr: Tensor,
     healthy: Tensor, decay: float, beta: float, inertia: float,
 ) -> None:  # fmt: skip
@@ -23,17 +22,28 @@ def update_rows(
 
     Args:
         gradients: Of the task loss.
-        scores: Of the likelihood; None where it is the task loss itself.
-        prior_scores: Of the prior; None once the gates are discrete.
+        scores: Of likelihood and prior; None where they are minus the gradients.
         weights: Of :func:`dllp.stein.pair_weights`; empty where particles do not interact.
-        index: (P,) block of every column.
+        index: Blocks of the columns, of :func:`dllp.stein.block_index`.
         decayed: (P,) bool, where weight decay acts.
         moving: (n, P) bool, False where a weight stands still.
         healthy: () bool; False changes nothing, so that a broken number cannot spread.
     """
-    score = score_of(gradients, scores, prior_scores, moving)
+    score = score_of(gradients, scores, moving)
     phi = stein.combine(rows, score, *weights, index) if weights else score
     step = (gradients - beta * phi + decay * (decayed * rows)) * moving
     velocity = inertia * momentum + step
     rows.copy_(torch.where(healthy, rows - lr * (step + inertia * velocity), rows))
     momentum.copy_(torch.where(healthy, velocity, momentum))
+
+
+def correct_rows(
+    rows: Tensor, momentum: Tensor, at: Tensor, excess: Tensor, lr: Tensor, healthy: Tensor, inertia: float
+) -> None:
+    """Take `excess` (n, U, M) at the coordinates `at` (U, M) out of the step that :func:`update_rows` has just made.
+
+    The step enters velocity and weights linearly, so that it is as if it had never been in it.
+    """
+    excess = torch.where(healthy, excess, 0)
+    momentum[:, at] -= excess
+    rows[:, at] += lr * (1 + inertia) * excess

@@ -7,14 +7,14 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from dllp import schedule
+from dllp import rounding, schedule
 from dllp.config import Config
 from dllp.particles import Particles
 from dllp.prepare import make_gating
 from dllp.train import Trainer
-from dllp.update import update_rows
+from dllp.update import correct_rows, update_rows
 from tests.naive_training import Reference
 from tests.tiny import (
     NUM_DATA,
@@ -207,9 +207,47 @@ def test_update_without_stein_is_nesterov_sgd() -> None:
         optimiser.step()
         rate, healthy = torch.tensor(lr, dtype=torch.float64), torch.tensor(True)
         update_rows(
-            rows, gradient, momentum, None, None, (), None, decayed, moving, rate, healthy, 0.7, 0.0, inertia=0.8
+            rows, gradient, momentum, None, (), None, decayed, moving, rate, healthy, 0.7, 0.0, inertia=0.8
         )  # fmt: skip
     torch.testing.assert_close(rows, free.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+def test_a_corrected_step_is_one_without_the_excess(healthy: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, gradient, momentum = torch.randn(3, 2, 12, dtype=torch.float64, generator=generator)
+    at, excess = torch.tensor([[3, 7], [0, 9]]), torch.randn(2, 2, 2, dtype=torch.float64, generator=generator)
+    every, sound = torch.ones_like(rows, dtype=torch.bool), torch.tensor(healthy)
+    rate, rest = torch.tensor(0.3, dtype=torch.float64), ((), None, every[0], every)
+
+    def moved(gradient: Tensor) -> tuple[Tensor, Tensor]:
+        found = rows.clone(), momentum.clone()
+        update_rows(found[0], gradient, found[1], None, *rest, rate, sound, 0.1, 0.0, inertia=0.8)
+        return found
+
+    more = gradient.clone()
+    more[:, at] += excess
+    corrected = moved(more)
+    correct_rows(corrected[0], corrected[1], at, excess, rate, sound, inertia=0.8)
+    for value, expected in zip(corrected, moved(gradient), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_weights_are_rounded_as_autocast_would() -> None:
+    class Doubled(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.conv2d(x, 2 * self.weight)
+
+    network = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), Doubled(3, 4, 3), nn.Flatten(), nn.Linear(64, 5))
+    weights = {name: 1.1 * p.detach() for name, p in network.named_parameters() if name.endswith("weight")}
+    early = rounding.early(network, weights)
+    assert {n: v.dtype for n, v in early.items()} == {
+        "0.weight": torch.bfloat16, "2.weight": torch.float32, "4.weight": torch.bfloat16,
+    }  # fmt: skip
+    x = torch.randn(6, 2, 8, 8)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        outputs = [torch.func.functional_call(network, values, (x,)) for values in (weights, early)]
+    assert torch.equal(*outputs)
 
 
 def test_the_dense_reference_is_plain_training() -> None:

@@ -15,11 +15,12 @@ from dllp.errors import ConfigError
 from tests import oracles
 from tests.oracles import TWO_PARTICLE_FIXED_POINT, Gaussian, normal
 
-LENGTHS = (3, 1, 4)
+LENGTHS, MULTIPLES = (3, 1, 4), (2, 6)
 MODES: dict[str, tuple[stein.Blocks, tuple[int, ...]]] = {
     "one": (None, (8,)),
     "lengths": (LENGTHS, LENGTHS),
     "prepared": (stein.block_index(LENGTHS), LENGTHS),
+    "multiples": (stein.block_index(MULTIPLES), MULTIPLES),
     "coordinate": ("coordinate", (1,) * 8),
 }
 
