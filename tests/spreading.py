@@ -29,7 +29,7 @@ SMALL = Table(
         Row("dense", DENSE, (0, 1)),
         Row("magnitude", replace(DENSE, method="magnitude", keep=0.5), (0, 1)),
         Row("thin", replace(DENSE, method="thin", keep=0.5), (0, 1, 2)),
-        Row("dllp", replace(DENSE, method="dllp", keep=0.5), (0,), keep_probabilities=True),
+        Row("dllp", replace(DENSE, method="dllp", keep=0.5), (0,), predictions="kept"),
     ),
     data="digits",
 )

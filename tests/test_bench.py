@@ -32,8 +32,8 @@ def tiny(data: Path) -> Table:
     """Every kind of job, one epoch on 64 images."""
     dense, channel = Job(NETWORK, "dense", epochs=1), Job(NETWORK, "dllp", keep=KEEP, epochs=1)
     rows = (
-        Row("dense", dense, (0, 1), (("acc", 101.0),), keep_probabilities=True),
-        Row("dllp-channel", channel, (0, 1), keep_probabilities=True),
+        Row("dense", dense, (0, 1), (("acc", 101.0),), predictions="kept"),
+        Row("dllp-channel", channel, (0, 1), predictions="kept"),
         Row(
             "dllp-weight",
             replace(channel, granularity="weight", changes={"keep_flops": None, "keep_params": 0.3}),

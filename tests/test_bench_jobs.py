@@ -66,7 +66,7 @@ def test_every_row_stands_with_its_seeds_and_targets() -> None:
         assert all(row.job.epochs == 60 and row.job.config.batch_size == 512 for row in table.rows)
         tuned = {row.job.baseline: row for row in table.rows if row.name.startswith("tuned-")}
         assert set(tuned) == set(METHODS) and {row.job.finetune for row in tuned.values()} == {30}
-        kept = {row.name for row in table.rows if row.keep_probabilities}
+        kept = {row.name for row in table.rows if row.predictions == "kept"}
         assert kept == {n for n in (r.name for r in table.rows) if n == "dense" or n.startswith("dllp-channel")}
 
 

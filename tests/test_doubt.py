@@ -16,6 +16,7 @@ from dllp import metrics
 from dllp.bench import doubt, reliability, run, tables
 from dllp.bench.__main__ import main
 from dllp.bench.jobs import Job, Runner
+from dllp.bench.judged import judged
 from dllp.bench.store import LABELS, Store
 from dllp.bench.tables import Row, Table, Variant
 from dllp.data import digits, load
@@ -105,7 +106,8 @@ def test_orders_that_break() -> None:
     assert not doubt.falls([3, 2, 2])
 
 
-def test_reliability_on_made_up_predictions(tmp_path: Path) -> None:
+def test_reliability_on_made_up_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Store, "forget", lambda store, digest: None)  # they are looked at below
     _, store, summary = made_up("reliability", tmp_path)
     resnet = summary["contests"][0]
     rows = {row["name"]: row for row in resnet["rows"]}
@@ -135,8 +137,7 @@ def test_ensembles_of_two_use_every_dense_network_twice(tmp_path: Path) -> None:
     for job in jobs:
         fill(store, job, {"clean": 0.1 * (job.seed + 2)}, 0.0)
     lines = store.lines()
-    contender = reliability.Contender("pairs", "row", "pairs")
-    sums = [float(versions["clean"].mean(0)[0, 0]) for [(versions, _)] in reliability._units(contender, lines, store)]
+    sums = [float(versions["clean"].mean(0)[0, 0]) for versions, _ in reliability._pairs(lines, store)]
     assert sums == pytest.approx([0.75, 0.65, 0.7], abs=1e-3)
 
 
@@ -186,12 +187,44 @@ def test_runs_of_other_tables_are_taken_over(tmp_path: Path) -> None:
     fill(source, job, {"clean": 0.1}, 0.01)
     source.add(line(replace(job, seed=1)))  # kept no probabilities
     store = Store(tmp_path / "reliability", [source])
-    store.adopt([job.digest, replace(job, seed=1).digest, "unknown"])
+    store.adopt(dict.fromkeys([job.digest, replace(job, seed=1).digest, "unknown"], True))
     assert [(found["digest"], found["from"]) for found in store.lines()] == [(job.digest, "table1")]
-    store.adopt([job.digest])
+    store.adopt({job.digest: True})
     assert len(store.lines()) == 1, "once"
     assert set(store.probabilities(job.digest)[0]) == {"clean", "ood:noise"}
     assert not (tmp_path / "reliability" / "probabilities").exists(), "they stay where they are"
+    store.adopt({replace(job, seed=1).digest: False})
+    assert len(store.lines()) == 2, "where they are not needed"
+
+
+def test_figures_outlive_probabilities(tmp_path: Path) -> None:
+    """Figure 3's are computed once; what they were computed from can go, and Figure 4 takes them over."""
+    _, store, summary = made_up("figure3", tmp_path)
+    assert not list((store.folder / "probabilities").iterdir())
+    assert run.write_summary(tables.TABLES["figure3"], store, Variant()) == summary
+    table = tables.TABLES["figure4"]
+    other = run.open_store(tmp_path, table, Variant())
+    other.adopt({planned.job.digest: True for planned in table.plan()})
+    assert run.write_summary(table, other, Variant()) is not None and not (other.folder / "figures.jsonl").exists()
+
+
+def test_figures_belong_to_one_run_of_a_job(tmp_path: Path) -> None:
+    store, job = Store(tmp_path), Job("resnet56", "dense")
+    fill(store, job, {"clean": 0.1}, 0.0)
+    (first,) = store.lines()
+    before = judged(store, first).together["clean"]["nll"]
+    store.runs.unlink()
+    fill(store, job, {"clean": 0.4}, 0.0)
+    (again,) = (line | {"date": "later"} for line in store.lines())
+    after = judged(store, again).together["clean"]["nll"]
+    assert after > before + 0.1
+    store.forget(job.digest)
+    assert judged(store, again).together["clean"]["nll"] == after
+    with pytest.raises(ArtifactError, match="holds no figures of that run either"):
+        judged(store, first)
+    store.judged.write_text(store.judged.read_text().replace('"alone":[', '"alone":[3,'))
+    with pytest.raises(ArtifactError, match=r"figures\.jsonl: the figures of .* are damaged: remove the line"):
+        judged(store, again)
 
 
 def test_the_comparison_needs_no_dense_run_of_its_own() -> None:

@@ -120,7 +120,7 @@ def test_every_job_once_and_in_order(tmp_path: Path) -> None:
 def test_two_who_share_a_folder(tmp_path: Path) -> None:
     other, kept = Store(tmp_path), PLAN[-1].job
     assert PLAN[-1].row.name == "thin" and len(set(EVERY)) == len(PLAN)
-    dllp = next(planned.job for planned in PLAN if planned.row.keep_probabilities)
+    dllp = next(planned.job for planned in PLAN if planned.row.predictions == "kept")
 
     def act(hand: int, job: Job) -> Answer:
         other.add({"digest": kept.digest, "seed": 7})  # not begun here yet

@@ -51,7 +51,7 @@ def check_every_job_once(tmp_path: Path, before: list[str]) -> None:
     counted = spreading.counts(tmp_path / "notes")
     assert set(counted) == set(EVERY) and sum(counted.values()) == len(EVERY) + 1
     assert len(before) == len(EVERY) - 3 and all(counted[digest] == 1 for digest in before)
-    assert Store(tmp_path / "small").probabilities(next(p.job.digest for p in PLAN if p.row.keep_probabilities))
+    assert Store(tmp_path / "small").probabilities(next(p.job.digest for p in PLAN if p.row.predictions == "kept"))
 
 
 def test_a_killed_process_is_replaced(tmp_path: Path) -> None:

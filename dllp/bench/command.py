@@ -83,7 +83,7 @@ def execute(
         print(f"{sum(planned.job.digest in finished for planned in plan)} of {len(plan)} jobs are finished")
         return
     try:
-        store.adopt([planned.job.digest for planned in plan])
+        store.adopt({planned.job.digest: planned.row.predictions != "none" for planned in plan})
         finished = store.digests()
         if not given.get("summary_only") and any(planned.job.digest not in finished for planned in plan):
             work = _Work(plan, store, data_of(table, given), given, share[1])

@@ -11,14 +11,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dllp.bench import pictures
+from dllp.bench.judged import Judged, judged
 from dllp.bench.splits import CLEAN
 from dllp.bench.store import OUTSIDE, Store
 from dllp.bench.summary import Lines, made_by, provenance
 from dllp.bench.tables import Table, Variant
-from dllp.evaluate import classified
 
 QUALITIES = ("sharpen", CLEAN, "gaussian-blur:1", "gaussian-blur:2", "gaussian-blur:3", "gaussian-blur:5")
 """From what the paper takes for the best data to the worst."""
@@ -72,20 +70,17 @@ def _by_seed(store: Store, lines: Lines) -> dict[int, dict[str, Values]]:
     """Seed -> version of the data -> figures of one run: the particles' own averaged, and of all together."""
     result = {}
     for line in lines:
-        stored, labels = store.probabilities(line["digest"])
-        versions = {name: torch.from_numpy(p) for name, p in stored.items() if not name.startswith(OUTSIDE)}
-        result[line["seed"]] = {
-            name: _figures(members, torch.from_numpy(labels).long(), line) for name, members in versions.items()
-        }
+        found = judged(store, line)
+        versions = [name for name in found.together if not name.startswith(OUTSIDE)]
+        result[line["seed"]] = {name: _figures(found, name, line) for name in versions}
     return result
 
 
-def _figures(members: torch.Tensor, labels: torch.Tensor, line: Mapping[str, Any]) -> Values:
-    alone = [classified(p[None], labels) for p in members]
-    together = classified(members, labels)
-    own = {name: statistics.fmean(values[name] for values in alone) for name in ("fitted_noise", "log_likelihood")}
+def _figures(found: Judged, version: str, line: Mapping[str, Any]) -> Values:
+    names = ("fitted_noise", "log_likelihood")
+    own = {name: statistics.fmean(values[version][name] for values in found.alone) for name in names}
     prior = statistics.fmean(line["log_prior"]) / line["num_data"]
-    return {**together, **own, "log_posterior": own["log_likelihood"] + prior}
+    return {**found.together[version], **own, "log_posterior": own["log_likelihood"] + prior}
 
 
 def _curve(found: Mapping[int, Mapping[str, Values]], places: Sequence[str], name: str) -> dict[int, list[float]]:

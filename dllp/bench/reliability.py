@@ -1,6 +1,6 @@
 """The honest comparison: dense networks, ensembles of them, pruned ones, on clean, corrupted and foreign data.
 
-Everything is computed from kept probabilities. A contender is a way to read a row's runs: each network alone, all
+Everything is computed from what runs predicted. A contender is a way to read a row's runs: each network alone, all
 particles of a run together, or the dense networks of neighbouring seeds as ensembles of two.
 """
 
@@ -15,17 +15,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dllp import efficiency
 from dllp.bench import pictures
 from dllp.bench.doubt import QUALITIES
+from dllp.bench.judged import Figures, Versions, judge, judged, probabilities
 from dllp.bench.splits import CLEAN
 from dllp.bench.store import OUTSIDE, Store
 from dllp.bench.summary import Lines, made_by, provenance
 from dllp.bench.tables import Table, Variant
-from dllp.evaluate import classified, separated
 
-Versions = dict[str, Tensor]
-"""(n, B, C) probabilities by version of the data."""
 SHOWN = {
     "accuracy": ("accuracy (%)", 100), "nll": ("NLL", 1), "nll_after_temperature": ("NLL, tempered", 1),
     "brier": ("Brier", 1), "ece": ("ECE (%)", 100), "signed_ece": ("signed ECE (%)", 100), "aurc": ("AURC (%)", 100),
@@ -112,7 +109,7 @@ def summarise(table: Table, lines: Lines, variant: Variant, store: Store) -> dic
 
 def _row(contender: Contender, lines: Lines, store: Store, variant: Variant) -> dict[str, Any]:
     """One contender: mean and standard deviation of every figure over its units, on every version of the data."""
-    found = [_measured(units) for units in _units(contender, lines, store)]
+    found = list(_measured(contender, lines, store))
     size = 2 if contender.how == "pairs" else len(lines[0]["macs"]) if contender.how == "together" else 1
     return {
         "name": contender.name,
@@ -126,53 +123,31 @@ def _row(contender: Contender, lines: Lines, store: Store, variant: Variant) -> 
     }
 
 
-def _units(contender: Contender, lines: Lines, store: Store) -> Iterator[list[tuple[Versions, Tensor]]]:
-    """What is averaged: for each run (or pair of runs) the predictions to measure, with their labels."""
-    runs = [_probabilities(store, line["digest"]) for line in lines]
+def _measured(contender: Contender, lines: Lines, store: Store) -> Iterator[Figures]:
+    """What is averaged: figures of each run, or pair of runs, on every version of the data."""
     if contender.how == "pairs":
-        # neighbours in a ring use every network twice; two runs are one pair
-        partners = runs[1:] + runs[:1] if len(runs) > 2 else runs[1:2]
-        for (one, labels), (two, _) in zip(runs, partners, strict=False):
-            yield [({name: torch.cat([one[name], two[name]]) for name in one}, labels)]
+        for versions, labels in _pairs(lines, store):
+            yield judge(versions, labels).together
         return
-    for versions, labels in runs:
-        if contender.how == "together":
-            yield [(versions, labels)]
-        else:
-            count = len(versions[CLEAN])
-            yield [({name: p[i : i + 1] for name, p in versions.items()}, labels) for i in range(count)]
+    for line in lines:
+        found = judged(store, line)
+        yield found.together if contender.how == "together" else _mean(found.alone)
 
 
-def _probabilities(store: Store, digest: str) -> tuple[Versions, Tensor]:
-    stored, labels = store.probabilities(digest)
-    return {name: torch.from_numpy(p) for name, p in stored.items()}, torch.from_numpy(labels).long()
+def _pairs(lines: Lines, store: Store) -> Iterator[tuple[Versions, Tensor]]:
+    """Predictions of two runs as one ensemble: neighbours in a ring use every run twice; two runs are one pair."""
+    runs = [probabilities(store, line["digest"]) for line in lines]
+    partners = runs[1:] + runs[:1] if len(runs) > 2 else runs[1:2]
+    for (one, labels), (two, _) in zip(runs, partners, strict=False):
+        yield {name: torch.cat([one[name], two[name]]) for name in one}, labels
 
 
-def _measured(unit: Sequence[tuple[Versions, Tensor]]) -> dict[str, dict[str, float]]:
-    """Figures of one unit on every version of the data, means over the predictions in it."""
-    found = [_figures(versions, labels) for versions, labels in unit]
+def _mean(found: Sequence[Figures]) -> Figures:
+    """Means over networks of the same run."""
     return {
         version: {name: statistics.fmean(f[version][name] for f in found) for name in found[0][version]}
         for version in found[0]
     }
-
-
-def _figures(versions: Versions, labels: Tensor) -> dict[str, dict[str, float]]:
-    clean = versions[CLEAN]
-    figures = {}
-    base = efficiency.estimate_components(clean, labels) if len(clean) > 1 else None
-    for name, members in versions.items():
-        if name.startswith(OUTSIDE):
-            figures[name] = separated(members, clean)
-            continue
-        figures[name] = classified(members, labels)
-        if base is not None:
-            here = efficiency.estimate_components(members, labels)
-            b2 = efficiency.data_noise(here.s2, base.s2)
-            e = efficiency.efficiency(base.s2, here.a2, b2, len(clean))
-            parts = {"s2": base.s2, "a2": here.a2, "b2": b2, "efficiency": e}
-            figures[name] |= {key: float(value) for key, value in parts.items()}
-    return figures
 
 
 def _spread(values: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float | None]]:

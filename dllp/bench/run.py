@@ -11,7 +11,7 @@ from typing import Any
 from dllp import artifacts
 from dllp.bench import densities, doubt, pictures, reliability
 from dllp.bench.jobs import Outcome, Runner
-from dllp.bench.store import LABELS, Store
+from dllp.bench.store import FIGURES, LABELS, Store
 from dllp.bench.summary import check, data_text, is_data, markdown, summarise
 from dllp.bench.tables import Planned, Table, Variant
 from dllp.errors import ArtifactError, DllpError
@@ -64,7 +64,7 @@ class Book:
         """The job is finished."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         line = {"row": planned.row.name, **outcome.line, "date": now, **self.note}
-        keep = planned.row.keep_probabilities and not planned.job.validation
+        keep = planned.row.predictions != "none" and not planned.job.validation
         if self.store.add(line, {**outcome.probabilities, LABELS: outcome.labels} if keep else None):
             self.done(planned, line)
 
@@ -145,11 +145,15 @@ def write_summary(table: Table, store: Store, variant: Variant) -> dict[str, Any
     try:
         summary = SUMMARIES.get(table.name, summarise)(table, lines, variant, store)
     except (LookupError, TypeError, ValueError, RuntimeError) as error:  # lines and arrays may be by anyone
-        raise ArtifactError(
-            f"{store.runs}: a run is not one of {table.name} ({error!r}): remove its line, and its job runs again"
-        ) from None
+        where = f"{store.runs} or {FIGURES}" if store.judged.exists() else f"{store.runs}"
+        way = "remove its line, and its job runs again"
+        raise ArtifactError(f"{where}: a run is not one of {table.name} ({error!r}): {way}") from None
     artifacts.write_json(store.folder / SUMMARY, summary)
     artifacts.write_bytes(store.folder / MARKDOWN, TEXTS.get(table.name, markdown)(table, summary).encode())
+    for row in table.rows:
+        if row.predictions == "judged":
+            for line in table.members(row, lines, variant):
+                store.forget(line["digest"])
     if table.name in PICTURES and pictures.installed():
         PICTURES[table.name](store.folder / PICTURE, summary)
     return summary

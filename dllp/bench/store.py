@@ -3,6 +3,7 @@
     runs.jsonl                  one line for each finished job, only ever appended to
     probabilities/DIGEST.npz    (n, B, C) test probabilities on each version of the test set, and the labels (B,);
                                 `ood:NAME` stands for inputs from elsewhere, as many as there are and without labels
+    figures.jsonl               what was computed from probabilities, one line for each job
 
 A job is named by its digest; what has a line is finished and is never run again.
 """
@@ -18,7 +19,7 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,7 +29,8 @@ from dllp import artifacts, reading
 from dllp.data import npy
 from dllp.errors import ArtifactError
 
-RUNS, PROBABILITIES, LABELS, OUTSIDE = "runs.jsonl", "probabilities", "labels", "ood:"
+RUNS, FIGURES = "runs.jsonl", "figures.jsonl"
+PROBABILITIES, LABELS, OUTSIDE = "probabilities", "labels", "ood:"
 RUNS_BYTES, ARRAYS_BYTES, MOST_ARRAYS = 2**28, 2**31, 64
 
 
@@ -41,37 +43,28 @@ class Store:
     """
 
     def __init__(self, folder: Path, sources: Sequence[Store] = ()) -> None:
-        self.folder, self.runs, self.sources = folder, folder / RUNS, sources
+        self.folder, self.sources = folder, sources
+        self.runs, self.judged = folder / RUNS, folder / FIGURES
 
     def lines(self) -> list[dict[str, Any]]:
         """Every finished job, in the order of finishing; a torn last line is none."""
-        if not self.runs.exists():
-            return []
-        content = reading.read_bytes(self.runs, RUNS_BYTES)
-        found: dict[str, dict[str, Any]] = {}
-        *whole, last = content.split(b"\n")
-        for number, text in enumerate(whole, start=1):
-            line = _parse(text)
-            if not text.strip():
-                continue
-            if line is None:
-                raise ArtifactError(f"{self.runs}, line {number} is damaged: remove the line, and its job runs again")
-            found.setdefault(line["digest"], line)
-        line = _parse(last)
-        if line is not None:
-            found.setdefault(line["digest"], line)
-        return list(found.values())
+        return list(_lines(self.runs).values())
 
     def digests(self) -> set[str]:
         """Names of the finished jobs."""
         return {line["digest"] for line in self.lines()}
 
-    def adopt(self, digests: Collection[str]) -> None:
-        """Take over the lines of such jobs that a source has and this table lacks; their arrays stay where they are."""
+    def adopt(self, wanted: Mapping[str, bool]) -> None:
+        """Take over the lines of such jobs that a source has and this table lacks; their arrays stay where they are.
+
+        Args:
+            wanted: Digest -> whether what the job predicted is needed too, as arrays or as figures.
+        """
         for source in self.sources:
-            missing = set(digests) - self.digests()
+            missing = wanted.keys() - self.digests()
             for line in source.lines() if missing else ():
-                if line["digest"] in missing and source._arrays(line["digest"]).exists():
+                digest = line["digest"]
+                if digest in missing and (not wanted[digest] or source._predicted(digest)):
                     self.add(line | {"from": source.folder.name})
 
     def add(self, line: Mapping[str, Any], probabilities: Mapping[str, np.ndarray] | None = None) -> bool:
@@ -84,27 +77,53 @@ class Store:
             probabilities: (n, B, C) by version of the test set, and `labels` (B,).
         """
         place, arrays = self._arrays(line["digest"]), pack(probabilities) if probabilities else None
-        text = json.dumps(_finite(line), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        return self._append(self.runs, line, (lambda: artifacts.write_bytes(place, arrays)) if arrays else None)
+
+    def figures(self, digest: str) -> dict[str, Any] | None:
+        """What was computed from a job's probabilities here or in a source; None where nothing was."""
+        found = (_lines(store.judged).get(digest) for store in (self, *self.sources))
+        return next((line for line in found if line is not None), None)
+
+    def add_figures(self, line: Mapping[str, Any]) -> dict[str, Any]:
+        """Write down what was computed from a job's probabilities, in place of what was written before."""
+        others = [known for digest, known in _lines(self.judged).items() if digest != line["digest"]]
+        if self.judged.exists():
+            artifacts.write_bytes(self.judged, b"".join(_text(known) for known in others))
+        self._append(self.judged, line)
+        return dict(_finite(line))
+
+    def forget(self, digest: str) -> None:
+        """Remove a job's probabilities."""
+        self._arrays(digest).unlink(missing_ok=True)
+
+    def _append(self, path: Path, line: Mapping[str, Any], first: Callable[[], None] | None = None) -> bool:
+        """Add a line to a file that has none of its digest; `first` is done before, so that both are of one run."""
+        text = _text(line)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with open(self.runs, "a+b") as file, _locked(file):
+            with open(path, "a+b") as file, _locked(file):
                 if _mend(file, line["digest"]):
                     return False
-                if arrays is not None:  # in here, so that line and arrays are always of the same run
-                    artifacts.write_bytes(place, arrays)
+                if first is not None:
+                    first()
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
                 return True
         except OSError as error:
-            raise ArtifactError(f"cannot write {self.runs}: {error.strerror}; free some space and go on") from None
+            raise ArtifactError(f"cannot write {path}: {error.strerror}; free some space and go on") from None
+
+    def _predicted(self, digest: str) -> bool:
+        return self._arrays(digest).exists() or digest in _lines(self.judged)
 
     def probabilities(self, digest: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """(n, B, C) float64 probabilities by version of the test set, each summing to 1, and labels (B,)."""
         held = [store._arrays(digest) for store in (self, *self.sources)]
-        path = next((path for path in held if path.exists()), held[0])
-        if not path.exists():
-            raise ArtifactError(f"{path} is missing: the job kept no probabilities")
+        path = next((path for path in held if path.exists()), None)
+        if path is None:
+            where = f"{self.judged} holds no figures of that run either"
+            way = f"remove its line from {RUNS}, and it runs again"
+            raise ArtifactError(f"{held[0]} is missing, and {where}: {way}")
         with reading.open_plain(path) as file:
             try:
                 stored = unpack(file)
@@ -122,6 +141,29 @@ class Store:
         if not re.fullmatch(r"\w{1,64}", digest):
             raise ArtifactError(f"{digest[:64]!r} is no digest of a job")
         return self.folder / PROBABILITIES / f"{digest}.npz"
+
+
+def _lines(path: Path) -> dict[str, dict[str, Any]]:
+    """The lines of a file by their digest; a torn last line is none."""
+    if not path.exists():
+        return {}
+    found: dict[str, dict[str, Any]] = {}
+    *whole, last = reading.read_bytes(path, RUNS_BYTES).split(b"\n")
+    for number, text in enumerate(whole, start=1):
+        line = _parse(text)
+        if not text.strip():
+            continue
+        if line is None:
+            raise ArtifactError(f"{path}, line {number} is damaged: remove the line, and its job runs again")
+        found.setdefault(line["digest"], line)
+    line = _parse(last)
+    if line is not None:
+        found.setdefault(line["digest"], line)
+    return found
+
+
+def _text(line: Mapping[str, Any]) -> bytes:
+    return json.dumps(_finite(line), allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
 def pack(probabilities: Mapping[str, np.ndarray]) -> bytes:

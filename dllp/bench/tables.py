@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 from dllp.baselines import METHODS, Method
 from dllp.bench.jobs import Job
@@ -23,14 +23,15 @@ class Row:
         job: What is run, its seed aside.
         seeds: The seeds of a full run.
         wanted: What the row should reach: `drop` at most, `acc` and `gain` (all particles over dense) at least.
-        keep_probabilities: Whether its test probabilities are worth their space in the repository.
+        predictions: What becomes of its test probabilities: `none` are stored, they are `judged` and go when their
+            figures are written down, or they are `kept` because more may be computed from them.
     """
 
     name: str
     job: Job
     seeds: tuple[int, ...] = THREE
     wanted: tuple[tuple[str, float], ...] = ()
-    keep_probabilities: bool = False
+    predictions: Literal["none", "judged", "kept"] = "none"
 
 
 @dataclass(frozen=True)
@@ -172,8 +173,8 @@ def _rows(network: str, removed: str, dense_wanted: float, channel_wanted: tuple
     keep = kept(removed)
     dense, channel = Job(network, "dense"), Job(network, "dllp", keep=keep)
     return [
-        Row("dense", dense, FIVE, (("acc", dense_wanted),), keep_probabilities=True),
-        Row(f"dllp-channel-{removed}", channel, FIVE, channel_wanted, keep_probabilities=True),
+        Row("dense", dense, FIVE, (("acc", dense_wanted),), "kept"),
+        Row(f"dllp-channel-{removed}", channel, FIVE, channel_wanted, "kept"),
         Row(f"dllp-weight-{removed}", Job(network, "dllp", "weight", keep)),
         Row(f"thin-{removed}", Job(network, "thin", keep=keep)),
         Row(f"magnitude-{removed}", Job(network, "magnitude", keep=keep)),
@@ -215,7 +216,7 @@ def _table1() -> Table:
         channel,
         Row(
             "dllp-channel-70", Job("resnet56", "dllp", keep=kept("70")), wanted=(("drop", 0.8),),
-            keep_probabilities=True,
+            predictions="kept",
         ),
         replace(weight, wanted=(("drop", 0.0),)),
         Row("dllp-weight-90", Job("resnet56", "dllp", "weight", kept("90")), wanted=(("drop", 0.7),)),
@@ -268,18 +269,23 @@ FRACTIONS = (20, 40, 60, 80, 100)
 VEHICLES = ("airplane", "automobile", "ship", "truck")
 
 
-def _kept_row(name: str, job: Job, seeds: tuple[int, ...] = THREE) -> Row:
-    return Row(name, job, seeds, keep_probabilities=True)
+def _judged_row(name: str, job: Job, seeds: tuple[int, ...] = THREE) -> Row:
+    return Row(name, job, seeds, predictions="judged")
+
+
+def _dense_row(name: str, job: Job, seeds: tuple[int, ...] = THREE) -> Row:
+    """Kept: its networks are also paired to ensembles."""
+    return Row(name, job, seeds, predictions="kept")
 
 
 def _figure3() -> Table:
     job = Job("vgg11_bn", "dllp", keep=kept("50"))
-    rows = [_kept_row(f"data-{percent}", replace(job, fraction=percent / 100)) for percent in FRACTIONS]
+    rows = [_judged_row(f"data-{percent}", replace(job, fraction=percent / 100)) for percent in FRACTIONS]
     return Table("figure3", "Figure 3: uncertainty of a pruned VGG-11 on CIFAR-10", tuple(rows), sources=("figure4",))
 
 
 def _figure4() -> Table:
-    rows = (_kept_row("data-100", Job("vgg11_bn", "dllp", keep=kept("50"))),)
+    rows = (_judged_row("data-100", Job("vgg11_bn", "dllp", keep=kept("50"))),)
     title = "Figure 4: likelihood and posterior of a pruned VGG-11 on CIFAR-10"
     return Table("figure4", title, rows, sources=("figure3",))
 
@@ -290,15 +296,15 @@ def _reliability() -> Table:
     filters: dict[str, Any] = {"method": "baseline", "baseline": "l1-filters", "finetune": 30}
     animals = Job("vgg11_bn", "dense", without=VEHICLES)
     rows = (
-        _kept_row("resnet56-dense", Job("resnet56", "dense"), FIVE),
-        _kept_row("resnet56-l1-55", replace(resnet, **filters)),
-        _kept_row("resnet56-dllp-55", resnet, FIVE),
-        _kept_row("resnet56-dllp-55-n4", replace(resnet, changes={"particles": 4})),
-        _kept_row("vgg16-dense", Job("vgg16_bn", "dense"), FIVE),
-        _kept_row("vgg16-l1-74.65", replace(vgg, **filters)),
-        _kept_row("vgg16-dllp-74.65", vgg, FIVE),
-        _kept_row("animals-dense", animals),
-        _kept_row("animals-dllp-50", replace(animals, method="dllp", keep=kept("50"))),
+        _dense_row("resnet56-dense", Job("resnet56", "dense"), FIVE),
+        _judged_row("resnet56-l1-55", replace(resnet, **filters)),
+        _judged_row("resnet56-dllp-55", resnet, FIVE),
+        _judged_row("resnet56-dllp-55-n4", replace(resnet, changes={"particles": 4})),
+        _dense_row("vgg16-dense", Job("vgg16_bn", "dense"), FIVE),
+        _judged_row("vgg16-l1-74.65", replace(vgg, **filters)),
+        _judged_row("vgg16-dllp-74.65", vgg, FIVE),
+        _dense_row("animals-dense", animals),
+        _judged_row("animals-dllp-50", replace(animals, method="dllp", keep=kept("50"))),
     )
     title = "Reliability: dense and pruned networks on clean, corrupted and foreign data"
     return Table("reliability", title, rows, sources=("table1", "table2"))
@@ -324,7 +330,7 @@ def _distribution_rows() -> list[Row]:
         for name, beta in (("", {}), ("-weaker", {"beta": WEAKER[percent]})):
             job = Job("vgg11_bn", "dllp", "weight", changes=fewer | beta)
             rows.append(Row(f"dllp-{percent}{name}", job, (0,)))
-    return [replace(row, keep_probabilities=True) for row in rows]
+    return rows
 
 
 def _figure2() -> Table:

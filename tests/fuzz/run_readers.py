@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import numpy as np
+import torch
 from mutate import mutate_json, mutate_lines, mutate_tensors
 from reader import Reader, examples, network
 
@@ -15,6 +16,8 @@ import dllp
 from dllp import artifacts, report, speed
 from dllp.bench import run as bench
 from dllp.bench import tables
+from dllp.bench.doubt import QUALITIES
+from dllp.bench.judged import judge
 from dllp.bench.store import LABELS, Store, pack
 from dllp.data import from_pair
 from dllp.evaluate import Row
@@ -113,6 +116,7 @@ def results(root: Path) -> list[Reader]:
     variant = tables.Variant(None, 0)
     store = Store(root)
     figures = {"accuracy": 0.9, "nll": 0.3, "ece": 0.01}
+    p = np.random.default_rng(0).dirichlet(np.ones(3), (2, 4))
     lines = []
     for planned in table.plan()[:6]:
         lines.append({
@@ -133,14 +137,26 @@ def results(root: Path) -> list[Reader]:
         found[i] = mutate_json(rng, found[i], b"")
         return b"\n".join([*found, b""])
 
+    figure = tables.table("figure4")
+    doubted = Store(root / "figure4")
+    for planned in figure.plan():
+        named = {"digest": planned.job.digest, "seed": planned.job.seed}
+        doubted.add(lines[0] | named | {"log_prior": [30.0, 50.0], "num_data": 10})
+        judged = judge({quality: torch.from_numpy(p) for quality in QUALITIES}, torch.arange(4) % 3)
+        doubted.add_figures({**named, "date": lines[0]["date"], "alone": judged.alone, "together": judged.together})
+
+    def read_figures(content: bytes) -> object:
+        doubted.judged.write_bytes(content)
+        return bench.write_summary(figure, doubted, variant)
+
     def read_arrays(content: bytes) -> object:
         (root / "probabilities" / "abc.npz").write_bytes(content)
         return store.probabilities("abc")
 
     (root / "probabilities").mkdir()
-    p = np.random.default_rng(0).dirichlet(np.ones(3), (2, 4))
     content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
     return [
         Reader("runs.jsonl", [content], read_lines, "runs.jsonl", (one,), share=0.15),
+        Reader("figures.jsonl", [doubted.judged.read_bytes()], read_figures, "figures.jsonl", (one,), share=0.15),
         Reader("probabilities", [pack({"clean": p, "blur": p, LABELS: np.arange(4) % 3})], read_arrays, "abc.npz"),
     ]
