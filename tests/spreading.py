@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dllp.bench import cluster, processes, tables
 from dllp.bench.jobs import Job
-from dllp.bench.tables import Row, Table
+from dllp.bench.plans import Row, Table
 from dllp.bench.worker import Answer, Settings, Worker
 from dllp.cli import main
 

@@ -17,8 +17,8 @@ import torch
 from dllp import metrics
 from dllp.bench import tables
 from dllp.bench.jobs import Job, Runner
+from dllp.bench.plans import Quoted, Row, Table
 from dllp.bench.store import Store
-from dllp.bench.tables import Quoted, Row, Table
 from dllp.cli import main
 from dllp.errors import StructureError
 from tests.commands import ENVIRONMENT, UNTRACED, one_line

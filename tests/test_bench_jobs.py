@@ -11,7 +11,7 @@ import pytest
 from dllp.baselines import METHODS
 from dllp.bench import jobs, run, tables
 from dllp.bench.jobs import Job
-from dllp.bench.tables import Quoted, Variant
+from dllp.bench.plans import Quoted, Variant
 from dllp.errors import ConfigError
 
 

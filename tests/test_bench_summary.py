@@ -11,7 +11,7 @@ import pytest
 
 from dllp.bench import summary
 from dllp.bench.jobs import Job
-from dllp.bench.tables import Quoted, Row, Table, Variant
+from dllp.bench.plans import Quoted, Row, Table, Variant
 
 
 def finished(job: Job, particles: list[float], ensemble: float, seconds: float, removed: float) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from dllp import analysis, distribution
 from dllp.bench import __main__ as bench
 from dllp.bench import densities, summary, tables
 from dllp.bench.jobs import Job, Runner
+from dllp.bench.plans import Row, Table, Variant
 from dllp.bench.store import Store
-from dllp.bench.tables import Row, Table, Variant
 from dllp.data import load
 from dllp.errors import ArtifactError
 from tests.commands import one_line

@@ -17,8 +17,8 @@ from dllp.bench import doubt, reliability, run, tables
 from dllp.bench.__main__ import main
 from dllp.bench.jobs import Job, Runner
 from dllp.bench.judged import judged
+from dllp.bench.plans import Row, Table, Variant
 from dllp.bench.store import LABELS, Store
-from dllp.bench.tables import Row, Table, Variant
 from dllp.data import digits, load
 from dllp.errors import ArtifactError
 from tests.commands import one_line

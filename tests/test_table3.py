@@ -14,9 +14,9 @@ import pytest
 from dllp import data as datasets
 from dllp.bench import run, tables
 from dllp.bench.jobs import Job, Runner
+from dllp.bench.plans import Quoted, Table, Variant
 from dllp.bench.splits import CLEAN, Splits
 from dllp.bench.store import Store
-from dllp.bench.tables import Quoted, Table, Variant
 from dllp.cli import main
 from dllp.data import ArrayData, StreamedData
 from dllp.errors import ArtifactError

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from dllp.bench import cluster, run, tables
+from dllp.bench import cluster, plans, run, tables
 from dllp.bench.jobs import Runner
 from dllp.bench.launch import Spread
 from dllp.bench.processes import Processes
@@ -72,7 +72,7 @@ def execute(
     """
     check_launcher(given)
     table, quiet = tables.table(given["name"]), given.get("quiet", False)
-    variant = tables.Variant(given.get("epochs"), given.get("validation", 0))
+    variant = plans.Variant(given.get("epochs"), given.get("validation", 0))
     share = shard(given.get("shard", "1/1"))
     plan = table.plan(given.get("rows", ()), given.get("seeds"), variant, share)
     store = run.open_store(Path(given.get("out", RESULTS)), table, variant)
@@ -102,7 +102,7 @@ def execute(
 class _Work:
     """The jobs of one call on one data set; `shards` processes share them."""
 
-    plan: Sequence[tables.Planned]
+    plan: Sequence[plans.Planned]
     store: Store
     data: str
     given: Mapping[str, Any]
@@ -117,7 +117,7 @@ class _Work:
             machine = {"device": str(device), "precision": self._precision(device.type), "recompute": self._recompute}
             runner = Runner(data, on_epoch=shown.epoch, on_step=shown.step, **machine)
 
-            def begin(planned: tables.Planned) -> None:
+            def begin(planned: plans.Planned) -> None:
                 config = runner.config(planned.job)
                 shown.begin(run.describe(planned), config.epochs, config.keep_params or config.keep_flops)
 
@@ -169,7 +169,7 @@ class _Work:
         words = [word for option, value in given.items() if option != "name" for word in _words(option, value)]
         note = {"command": shlex.join(["dllp", "bench", given["name"], *words]), "processes": self.shards * sharing}
 
-        def done(planned: tables.Planned, line: dict[str, Any]) -> None:
+        def done(planned: plans.Planned, line: dict[str, Any]) -> None:
             if not given.get("quiet"):
                 print(f"{run.describe(planned)}: {run.figures(line)}", flush=True)
 
@@ -193,7 +193,7 @@ def _absolute(path: str) -> str:
     return path if path.startswith("~") else str(Path(path).absolute())
 
 
-def data_of(table: tables.Table, given: Mapping[str, Any]) -> str:
+def data_of(table: plans.Table, given: Mapping[str, Any]) -> str:
     """The data that a table is measured on: its own, or the folder that the user names."""
     if table.data and "data" in given:
         raise ConfigError(f"{table.name} is measured on {table.data}: leave out --data")

@@ -15,9 +15,9 @@ import numpy as np
 
 from dllp import analysis, distribution
 from dllp.bench import pictures
+from dllp.bench.plans import Table, Variant
 from dllp.bench.store import Store
 from dllp.bench.summary import Lines, made_by, provenance
-from dllp.bench.tables import Table, Variant
 from dllp.errors import ArtifactError
 
 RATIO, DIP_P, DISTANCE = (0.75, 1.3), 0.05, 0.05

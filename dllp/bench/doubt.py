@@ -13,10 +13,10 @@ from typing import Any
 
 from dllp.bench import pictures
 from dllp.bench.judged import Judged, judged
+from dllp.bench.plans import Table, Variant
 from dllp.bench.splits import CLEAN
 from dllp.bench.store import OUTSIDE, Store
 from dllp.bench.summary import Lines, made_by, provenance
-from dllp.bench.tables import Table, Variant
 
 QUALITIES = ("sharpen", CLEAN, "gaussian-blur:1", "gaussian-blur:2", "gaussian-blur:3", "gaussian-blur:5")
 """From what the paper takes for the best data to the worst."""

@@ -19,7 +19,7 @@ from dllp.api import prune, train_dense
 from dllp.baselines import find as find_baseline
 from dllp.baselines import run as baseline
 from dllp.baselines.run import FINETUNE_LR
-from dllp.bench.recipes import recipe
+from dllp.bench.recipes import recipe, short
 from dllp.bench.splits import CLEAN, Split, Splits
 from dllp.config import Config
 from dllp.data import ArrayData, Dataset
@@ -55,6 +55,7 @@ class Job:
         keep: Fraction of the FLOPs that is kept; 1 for dense.
         validation: Number of training images held out and evaluated on instead of the test set: every choice of a
             hyperparameter is made this way.
+        pretrain: How many of the epochs train the whole network first; the rest, by the short preset, start from it.
         fraction: Share of the training images that are used; epochs are as many more as there are fewer steps in one.
         augment: Of the training images, instead of what they were loaded with.
         without: Classes that are left out of training and test, and kept as inputs from elsewhere.
@@ -69,6 +70,7 @@ class Job:
     keep: float = 1.0
     seed: int = 0
     epochs: int = 60
+    pretrain: int = 0
     validation: int = 0
     fraction: float = 1.0
     augment: Augment | None = None
@@ -83,7 +85,8 @@ class Job:
         """The network's recipe with the job's own settings."""
         own: dict[str, Any] = {"keep_flops": self.keep} if self.method in ("dllp", "baseline") else {}
         own |= {} if self.method == "dllp" else {"particles": 1}
-        return recipe(self.network, self.granularity, epochs=self.epochs, seed=self.seed, **{**own, **self.changes})
+        own |= {"epochs": self.epochs - self.pretrain, "seed": self.seed, **self.changes}
+        return short(self.granularity, **own) if self.pretrain else recipe(self.network, self.granularity, **own)
 
     @property
     def derived(self) -> bool:
@@ -94,8 +97,9 @@ class Job:
     def dense(self) -> Job:
         """The dense network to start from, or to compare with."""
         return replace(
-            self, method="dense", granularity="channel", keep=1.0, baseline="", finetune=0, finetune_lr=FINETUNE_LR
-        )
+            self, method="dense", granularity="channel", keep=1.0, epochs=self.pretrain or self.epochs, pretrain=0,
+            baseline="", finetune=0, finetune_lr=FINETUNE_LR, changes={} if self.pretrain else self.changes,
+        )  # fmt: skip
 
     @property
     def digest(self) -> str:
@@ -204,9 +208,10 @@ class Runner:
     # ---- methods
 
     def _dllp(self, job: Job, train: Split, config: Config) -> Trained:
-        result = prune(self._network(job), train, config, **self.watch)
-        seconds = sum(record["seconds"] for record in result.history)
-        detail = {"widths": result.widths, "history": short(result.history), "noise": result.gates["noise"].tolist()}
+        first = self._trained_dense(job, train) if job.pretrain else None
+        result = prune(first.model if first else self._network(job), train, config, **self.watch)
+        seconds = spent(result) + (spent(first) if first else 0)
+        detail = {"widths": result.widths, "history": brief(result.history), "noise": result.gates["noise"].tolist()}
         detail |= {name: result.info[name] for name in ("log_prior", "num_data")}
         return Trained(result.posterior, result.sizes, result.dense, seconds, detail | weights(job, result))
 
@@ -218,26 +223,26 @@ class Runner:
 
         pruned = baseline.prune(
             find_baseline(job.baseline), self._network(job), train, config, finetune_epochs=job.finetune,
-            finetune_lr=job.finetune_lr, trained=self._trained_dense(job, train, config) if job.derived else None,
+            finetune_lr=job.finetune_lr, trained=self._trained_dense(job, train) if job.derived else None,
             train=watched,
         )  # fmt: skip
         result = pruned.result
-        detail = {"widths": result.widths, "history": short(result.history), **weights(job, pruned.before)}
+        detail = {"widths": result.widths, "history": brief(result.history), **weights(job, pruned.before)}
         before = pruned.before.posterior if pruned.after else None
         return Trained(result.posterior, result.sizes, result.dense, spent(result), detail, before)
 
     def _dense(self, job: Job, train: Split, config: Config) -> Trained:
         result = train_dense(self._network(job), train, config, **self.watch)
-        seconds = sum(record["seconds"] for record in result.history)
         self.dense_networks[job.digest] = copy.deepcopy(result)
-        detail = {"history": short(result.history)} | weights(job, result)
-        return Trained(result.posterior, result.sizes, result.dense, seconds, detail)
+        detail = {"history": brief(result.history)} | weights(job, result)
+        return Trained(result.posterior, result.sizes, result.dense, spent(result), detail)
 
-    def _trained_dense(self, job: Job, train: Split, config: Config) -> Result:
-        """The dense network that a derived job starts from."""
-        if job.dense.digest not in self.dense_networks:
-            self._dense(job.dense, train, replace(config, keep_flops=None, keep_params=None))
-        return self.dense_networks[job.dense.digest]
+    def _trained_dense(self, job: Job, train: Split) -> Result:
+        """The dense network that a job starts from."""
+        dense = job.dense
+        if dense.digest not in self.dense_networks:
+            self._dense(dense, train, replace(self.config(dense), keep_flops=None, keep_params=None))
+        return self.dense_networks[dense.digest]
 
     def _thin(self, job: Job, train: Split, config: Config) -> Trained:
         """The same network, every layer equally narrower, trained from scratch."""
@@ -246,8 +251,8 @@ class Runner:
         ranks = [-torch.arange(group.units, dtype=torch.float64) / group.units for group in structure.groups]
         small, size = self._cut(network, structure, torch.cat(ranks), job.keep)
         result = train_dense(small, train, config, **self.watch)
-        seconds = sum(record["seconds"] for record in result.history)
-        return Trained(result.posterior, [size], dense_size(structure), seconds, {"history": short(result.history)})
+        detail = {"history": brief(result.history)}
+        return Trained(result.posterior, [size], dense_size(structure), spent(result), detail)
 
     def _magnitude(self, job: Job, train: Split, config: Config) -> Trained:
         """The dense network's channels with the largest filters, relative to their layer; no fine-tuning."""
@@ -270,7 +275,7 @@ class Runner:
     def _derived(
         self, job: Job, train: Split, config: Config, score: Callable[[nn.Module, Structure], Tensor]
     ) -> Trained:
-        dense = self._trained_dense(job, train, config)
+        dense = self._trained_dense(job, train)
         network = dense.model
         structure = discover(network, self._example())
         small, size = self._cut(network, structure, score(network, structure), job.keep)
@@ -302,7 +307,7 @@ def dense_size(structure: Structure) -> Size:
     return Size(structure.flops.dense, round(structure.params.dense))
 
 
-def short(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def brief(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Records without the counts of gates by module, which would be most of a line."""
     return [{name: value for name, value in record.items() if name != "gates"} for record in history]
 

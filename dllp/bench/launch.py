@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from dllp.bench.jobs import Job
+from dllp.bench.plans import Planned
 from dllp.bench.run import Book, describe
-from dllp.bench.tables import Planned
 from dllp.bench.worker import Answer, Failed, Lost, Unfit
 from dllp.errors import WorkerError
 from dllp.signals import Stop

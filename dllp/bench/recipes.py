@@ -17,3 +17,9 @@ def recipe(network: str, granularity: str, **changes: Any) -> Config:
     own = CHANNEL if granularity == "channel" else WEIGHT
     values = {**SHARED, "lr": PEAK_LR.get(network, 0.1), "granularity": granularity, **own, **changes}
     return Config(**values)
+
+
+def short(granularity: str, **changes: Any) -> Config:
+    """The short preset, for a network that a recipe above has trained."""
+    shared = {name: SHARED[name] for name in ("batch_size", "beta")}
+    return Config.short(**{**shared, "granularity": granularity, **changes})

@@ -18,10 +18,10 @@ from torch import Tensor
 from dllp.bench import pictures
 from dllp.bench.doubt import QUALITIES
 from dllp.bench.judged import Figures, Versions, judge, judged, probabilities
+from dllp.bench.plans import Table, Variant
 from dllp.bench.splits import CLEAN
 from dllp.bench.store import OUTSIDE, Store
 from dllp.bench.summary import Lines, made_by, provenance
-from dllp.bench.tables import Table, Variant
 
 SHOWN = {
     "accuracy": ("accuracy (%)", 100), "nll": ("NLL", 1), "nll_after_temperature": ("NLL, tempered", 1),

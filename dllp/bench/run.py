@@ -11,9 +11,9 @@ from typing import Any
 from dllp import artifacts
 from dllp.bench import densities, doubt, pictures, reliability
 from dllp.bench.jobs import Outcome, Runner
+from dllp.bench.plans import Planned, Table, Variant
 from dllp.bench.store import FIGURES, LABELS, Store
 from dllp.bench.summary import check, data_text, is_data, markdown, summarise
-from dllp.bench.tables import Planned, Table, Variant
 from dllp.errors import ArtifactError, DllpError
 
 SUMMARY, MARKDOWN, PICTURE = "summary.json", "table.md", "picture.svg"

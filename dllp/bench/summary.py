@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from dllp.baselines import find as find_baseline
+from dllp.bench.plans import Quoted, Row, Table, Variant
 from dllp.bench.store import Store
-from dllp.bench.tables import Quoted, Row, Table, Variant
 from dllp.errors import ArtifactError
 
 Lines = Sequence[dict[str, Any]]
@@ -58,8 +58,9 @@ def check(line: dict[str, Any], place: object) -> None:
         raise ArtifactError(f"{place}, digest {line['digest']}: 'before' is of the wrong kind")
     if "data" in line and not is_data(line["data"]):
         raise ArtifactError(f"{place}, digest {line['digest']}: 'data' is of the wrong kind")
-    if type(line.get("processes", 1)) is not int:
-        raise ArtifactError(f"{place}, digest {line['digest']}: 'processes' is no whole number")
+    for name in ("processes", "pretrain"):
+        if type(line.get(name, 0)) is not int:
+            raise ArtifactError(f"{place}, digest {line['digest']}: {name!r} is no whole number")
 
 
 def _number(value: Any) -> bool:
@@ -152,6 +153,7 @@ def summarise_row(row: Row, lines: Lines, dense: Lines, wanted: Sequence[tuple[s
         "acc_std": statistics.stdev(accuracies) if len(accuracies) > 1 else None,
         "before_acc_mean": _mean([100 * line["before"]["accuracy"] for line in lines if "before" in line]),
         "finetune_epochs": job.finetune,
+        "pretrain_epochs": first.get("pretrain", 0),
         "shape": _shape(first),
         "drop_mean": None if dense_acc is None else dense_acc - acc,
         "drop_se": _both(_error(_accuracies(lines)), _error(_accuracies(dense))) if job.method != "dense" else None,
@@ -256,6 +258,8 @@ def _measured(row: dict[str, Any]) -> list[str]:
     several = row["particles"] > 1
     method = METHODS.get(row["method"]) or find_baseline(row["baseline"]).title
     method += f" {row['granularity']}" if row["method"] == "dllp" else ""
+    if row["pretrain_epochs"]:
+        method += f", the last {row['epochs'] - row['pretrain_epochs']} epochs from a trained network"
     if row["before_acc_mean"] is not None:
         method += f", {row['finetune_epochs']} epochs of fine-tuning (before it {row['before_acc_mean']:.2f}%)"
     kept = f", {row['params_kept_mean']:.2f}% of weights kept" if row["granularity"] == "weight" else ""

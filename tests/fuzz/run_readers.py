@@ -14,8 +14,8 @@ from reader import Reader, examples, network
 
 import dllp
 from dllp import artifacts, report, speed
+from dllp.bench import plans, tables
 from dllp.bench import run as bench
-from dllp.bench import tables
 from dllp.bench.doubt import QUALITIES
 from dllp.bench.judged import judge
 from dllp.bench.store import LABELS, Store, pack
@@ -113,7 +113,7 @@ def row(name: str, data: str) -> Row:
 def results(root: Path) -> list[Reader]:
     root.mkdir(parents=True)
     table = tables.table("table1")
-    variant = tables.Variant(None, 0)
+    variant = plans.Variant(None, 0)
     store = Store(root)
     figures = {"accuracy": 0.9, "nll": 0.3, "ece": 0.01}
     p = np.random.default_rng(0).dirichlet(np.ones(3), (2, 4))
