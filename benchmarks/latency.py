@@ -1,7 +1,7 @@
 """onnxruntime and PyTorch, dense against pruned, for the widths of real DLLP runs: `python benchmarks/latency.py`.
 
 Time does not depend on the values of the weights, so the networks are freshly initialised and cut to the kept
-channels of runs in results/tuning/. Writes results/speed/: rows.jsonl, layers.jsonl and README.md.
+channels of runs in results/table1 and table2. Writes results/speed/: rows.jsonl, layers.jsonl and README.md.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from dllp.slicing import cut, recipe
 from dllp.structure import discover
 from dllp.zoo import build
 
-RUNS = Path("results/tuning/resnet56-vgg16-30-epochs.jsonl")
-CASES = (("vgg16_bn", "5ad0db2d29d38ed2", 3.0), ("resnet56", "6eaf27e864f40b29", 1.7))
-"""Network, digest of the run whose first particle's widths are taken, and the wanted speed-up."""
+CASES = (("vgg16_bn", "table2", "a0bc110bb3ef6ed5", 3.0), ("resnet56", "table1", "88d16785dba05e9c", 1.7))
+"""Network, table and digest of the run whose first particle's widths are taken, and the wanted speed-up."""
 SHAPE = (3, 32, 32)
 SETTING = (speed.ONNX, "cpu", 1, 64)
 
 
-def cases(name: str, digest: str, round_to: int) -> list[speed.Subject]:
+def cases(name: str, table: str, digest: str, multiples: Sequence[int]) -> list[speed.Subject]:
     """Dense and pruned network, and the pruned one with multiples of channels."""
-    line = next(line for line in map(json.loads, RUNS.read_text().splitlines()) if line["digest"] == digest)
+    runs = Path("results", table, "runs.jsonl").read_text().splitlines()
+    line = next(line for line in map(json.loads, runs) if line["digest"] == digest)
     torch.manual_seed(0)
     model = build(name, num_classes=10, in_channels=3, image_size=32).eval()
     structure = discover(model, torch.randn(2, *SHAPE))
@@ -45,7 +45,7 @@ def cases(name: str, digest: str, round_to: int) -> list[speed.Subject]:
         speed.Subject(speed.DENSE, model, structure.flops.dense),
         speed.Subject(speed.PRUNED, cut(model, kept), macs),
     ]
-    return found + speed.multiples(model, kept, SHAPE, round_to)
+    return found + [part for each in multiples for part in speed.multiples(model, kept, SHAPE, each)]
 
 
 def busy(seconds: float = 3.0) -> float:
@@ -71,6 +71,7 @@ def wait_for_quiet(limit: float, minutes: float) -> float:
 
 def markdown(rows: Sequence[dict[str, Any]], layers: Sequence[dict[str, Any]], info: dict[str, Any]) -> str:
     """The figures that were asked for, and everything else in short."""
+    runs = ", ".join(f"`results/{table}`: {digest}" for _, table, digest, _ in CASES)
     lines = [
         "# Time: dense against pruned\n",
         f"`{info['command']}`; {info['processor']}, {info['cpus']} CPUs ({info['instructions']}), Python "
@@ -78,7 +79,7 @@ def markdown(rows: Sequence[dict[str, Any]], layers: Sequence[dict[str, Any]], i
         "interleaved samples with quartiles; others used "
         f"{info['busy_before']:.2f} CPUs before and {info['busy_after']:.2f} after.\n",
         "The networks are freshly initialised and cut to the channels that real DLLP runs kept "
-        f"(`{RUNS}`, digests {', '.join(digest for _, digest, _ in CASES)}, first particle): time does not depend on "
+        f"({runs}; first particle): time does not depend on "
         "the values of the weights. *Padded*: the same network, its outputs unchanged, with dead channels up to the "
         "multiple (`dllp export --pad-to`). *Rounded*: the widths that `--round-to` would have chosen within the same "
         "FLOPs. int8: ranges from random inputs, accuracy not measured.\n",
@@ -86,7 +87,7 @@ def markdown(rows: Sequence[dict[str, Any]], layers: Sequence[dict[str, Any]], i
         "| model | network | FLOPs removed | ms (quartiles) | speed-up | by CPU time | ideal | wanted | time share |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    wanted = {name: goal for name, _, goal in CASES}
+    wanted = {name: goal for name, _, _, goal in CASES}
     base = rows[0]
     for row in rows:
         if (row["runtime"].removesuffix(" int8"), row["device"], row["threads"], row["batch"]) == SETTING:
@@ -144,14 +145,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="for each setting")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--threads", type=int, nargs="+", help="by default 1 and all")
-    parser.add_argument("--round-to", type=int, default=8)
+    parser.add_argument("--round-to", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--wait", type=float, default=5.0, help="minutes to wait for a quiet machine")
     given = parser.parse_args()
     before = wait_for_quiet(0.15, given.wait)
     rows: list[dict[str, Any]] = []
     layers: list[dict[str, Any]] = []
-    for name, digest, _ in CASES:
-        found = cases(name, digest, given.round_to)
+    for name, table, digest, _ in CASES:
+        found = cases(name, table, digest, given.round_to)
         options: dict[str, Any] = dict(batches=given.batch, threads=given.threads, seconds=given.seconds)
         measured = speed.measure(found, SHAPE, progress=lambda text: print(text, flush=True), **options)
         for row in speed.as_dict(measured):
