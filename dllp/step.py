@@ -301,7 +301,8 @@ class Step:
             self._advance()
             correct_rows(rows, self.momentum, at, pull, lr, self.healthy, c.momentum)
         share = c.beta / (self.place.particles * (1 - c.momentum))
-        rows[:, at] = priors.proximal_spike(rows[:, at], lr * share * spike[..., None] * learnable)
+        pull = lr * share * spike[..., None] * (learnable & self.healthy)
+        rows[:, at] = priors.proximal_spike(rows[:, at], pull)
 
     def _advance(self) -> None:
         """Equations 14 and 15: kernel weights of every block, then one fused update."""

@@ -107,7 +107,8 @@ def test_a_healthy_run_has_nothing_to_tell() -> None:
     assert torch.equal(run[0].statistics, before), "a look changes no statistics"
 
 
-def test_a_broken_step_changes_no_weight() -> None:
+@pytest.mark.parametrize("granularity", ["channel", "weight"])
+def test_a_broken_step_changes_no_weight(granularity: str) -> None:
     kept: list[Tensor] = []
 
     def act(trainer: Trainer) -> None:
@@ -115,7 +116,7 @@ def test_a_broken_step_changes_no_weight() -> None:
         kept.extend((trainer.particles.rows, trainer.particles.rows.clone()))
 
     with pytest.raises(NumericsError):
-        dllp.prune(network(), table(), config(), on_step=break_at(3, act))
+        dllp.prune(network(), table(), config(granularity=granularity, gate_linear=True), on_step=break_at(3, act))
     assert torch.equal(kept[0], kept[1])
 
 
