@@ -44,10 +44,10 @@ def measure(options: argparse.Namespace, setting: str, phase: str) -> dict[str, 
     import torch
 
     from dllp import zoo
-    from dllp.api import make_gating
     from dllp.config import Config
     from dllp.engine import Capture
     from dllp.particles import Particles
+    from dllp.prepare import make_gating
     from dllp.structure import discover
     from dllp.train import Trainer
 

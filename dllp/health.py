@@ -45,7 +45,7 @@ def _in_step(trainer: Trainer, losses: Tensor) -> str:
 
 
 def find(trainer: Trainer) -> str:
-    """What is not finite in the gates, weights or momentum as they stand; empty where nothing is."""
+    """What is not finite in the gates, weights, momentum or buffers as they stand; empty where nothing is."""
     own = trainer.place.own
     for number, row in zip(own, trainer.belief.logits, strict=True):
         if not _finite(row):
@@ -54,6 +54,10 @@ def find(trainer: Trainer) -> str:
         for number, row in zip(own, values, strict=True):
             if not _finite(row):
                 return f"NaN or infinity in the {name} of particle {number + 1}{_layer(trainer, row)}"
+    for number, network in zip(own, trainer.particles.active, strict=True):
+        for name, buffer in network.named_buffers():
+            if buffer.is_floating_point() and bool(buffer.isnan().any()):  # infinities may be masks
+                return f"NaN in the buffer {name} of particle {number + 1}"
     return ""
 
 

@@ -220,8 +220,9 @@ def test_figures_belong_to_one_run_of_a_job(tmp_path: Path) -> None:
     assert after > before + 0.1
     store.forget(job.digest)
     assert judged(store, again).together["clean"]["nll"] == after
+    assert judged(store, first).together["clean"]["nll"] == before, "those of the run before stay its own"
     with pytest.raises(ArtifactError, match="holds no figures of that run either"):
-        judged(store, first)
+        judged(store, first | {"date": "never"})
     store.judged.write_text(store.judged.read_text().replace('"alone":[', '"alone":[3,'))
     with pytest.raises(ArtifactError, match=r"figures\.jsonl: the figures of .* are damaged: remove the line"):
         judged(store, again)

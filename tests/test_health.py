@@ -136,6 +136,20 @@ def test_a_snapshot_of_broken_weights_is_refused() -> None:
     dllp.prune(network(), table(), config(epochs=1), on_step=break_at(2, act))
 
 
+def test_a_broken_buffer_is_named() -> None:
+    layers = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+    images, labels = torch.randn(40, 1, 6, 6), torch.arange(40) % 3
+
+    def act(trainer: Trainer) -> None:
+        buffers = dict(trainer.particles.active[1].named_buffers())
+        buffers["1.running_mean"][0] = torch.nan
+        with pytest.raises(NumericsError, match=r"NaN in the buffer 1\.running_mean of particle 2 at step 2"):
+            api.healthy_snapshot(trainer)
+        buffers["1.running_mean"][0] = 0
+
+    dllp.prune(nn.Sequential(*layers), (images, labels), config(epochs=1), on_step=break_at(2, act))
+
+
 def test_gates_that_break_before_the_decision() -> None:
     def act(trainer: Trainer) -> None:
         trainer.belief.logits[0, 0] = torch.nan

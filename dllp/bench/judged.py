@@ -35,8 +35,8 @@ class Judged:
 
 def judged(store: Store, line: Mapping[str, Any]) -> Judged:
     """Figures of a finished run, as they were written down or from its probabilities; then they are written down."""
-    known = store.figures(line["digest"])
-    if known is None or known.get("date") != line.get("date"):  # another run of the same job
+    known = store.figures(line["digest"], line.get("date"))
+    if known is None:
         found = judge(*probabilities(store, line["digest"]))
         named = {key: line.get(key) for key in ("digest", "seed", "date")}
         known = store.add_figures({**named, "alone": found.alone, "together": found.together})

@@ -48,7 +48,10 @@ class Store:
 
     def lines(self) -> list[dict[str, Any]]:
         """Every finished job, in the order of finishing; a torn last line is none."""
-        return list(_lines(self.runs).values())
+        found: dict[str, dict[str, Any]] = {}
+        for line in _lines(self.runs):
+            found.setdefault(line["digest"], line)
+        return list(found.values())
 
     def digests(self) -> set[str]:
         """Names of the finished jobs."""
@@ -77,18 +80,23 @@ class Store:
             probabilities: (n, B, C) by version of the test set, and `labels` (B,).
         """
         place, arrays = self._arrays(line["digest"]), pack(probabilities) if probabilities else None
-        return self._append(self.runs, line, (lambda: artifacts.write_bytes(place, arrays)) if arrays else None)
+        return self._append(
+            self.runs, line, (lambda: artifacts.write_bytes(place, arrays)) if arrays else None, once=True
+        )
 
-    def figures(self, digest: str) -> dict[str, Any] | None:
-        """What was computed from a job's probabilities here or in a source; None where nothing was."""
-        found = (_lines(store.judged).get(digest) for store in (self, *self.sources))
-        return next((line for line in found if line is not None), None)
+    def figures(self, digest: str, date: str | None) -> dict[str, Any] | None:
+        """What was computed from a job's probabilities here or in a source; None where nothing was.
+
+        `date` tells runs of the same job apart.
+        """
+        for store in (self, *self.sources):
+            for line in _lines(store.judged):
+                if (line["digest"], line.get("date")) == (digest, date):
+                    return line
+        return None
 
     def add_figures(self, line: Mapping[str, Any]) -> dict[str, Any]:
-        """Write down what was computed from a job's probabilities, in place of what was written before."""
-        others = [known for digest, known in _lines(self.judged).items() if digest != line["digest"]]
-        if self.judged.exists():
-            artifacts.write_bytes(self.judged, b"".join(_text(known) for known in others))
+        """Write down what was computed from a job's probabilities."""
         self._append(self.judged, line)
         return dict(_finite(line))
 
@@ -96,13 +104,15 @@ class Store:
         """Remove a job's probabilities."""
         self._arrays(digest).unlink(missing_ok=True)
 
-    def _append(self, path: Path, line: Mapping[str, Any], first: Callable[[], None] | None = None) -> bool:
-        """Add a line to a file that has none of its digest; `first` is done before, so that both are of one run."""
+    def _append(
+        self, path: Path, line: Mapping[str, Any], first: Callable[[], None] | None = None, *, once: bool = False
+    ) -> bool:
+        """Add a line to a file, `once` for each digest; `first` is done before, so that both are of one run."""
         text = _text(line)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(path, "a+b") as file, _locked(file):
-                if _mend(file, line["digest"]):
+                if _mend(file, line["digest"]) and once:
                     return False
                 if first is not None:
                     first()
@@ -114,7 +124,7 @@ class Store:
             raise ArtifactError(f"cannot write {path}: {error.strerror}; free some space and go on") from None
 
     def _predicted(self, digest: str) -> bool:
-        return self._arrays(digest).exists() or digest in _lines(self.judged)
+        return self._arrays(digest).exists() or any(line["digest"] == digest for line in _lines(self.judged))
 
     def probabilities(self, digest: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """(n, B, C) float64 probabilities by version of the test set, each summing to 1, and labels (B,)."""
@@ -143,23 +153,20 @@ class Store:
         return self.folder / PROBABILITIES / f"{digest}.npz"
 
 
-def _lines(path: Path) -> dict[str, dict[str, Any]]:
-    """The lines of a file by their digest; a torn last line is none."""
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file; a torn last line is none."""
     if not path.exists():
-        return {}
-    found: dict[str, dict[str, Any]] = {}
+        return []
+    found = []
     *whole, last = reading.read_bytes(path, RUNS_BYTES).split(b"\n")
     for number, text in enumerate(whole, start=1):
         line = _parse(text)
-        if not text.strip():
-            continue
-        if line is None:
+        if line is not None:
+            found.append(line)
+        elif text.strip():
             raise ArtifactError(f"{path}, line {number} is damaged: remove the line, and its job runs again")
-        found.setdefault(line["digest"], line)
     line = _parse(last)
-    if line is not None:
-        found.setdefault(line["digest"], line)
-    return found
+    return found if line is None else [*found, line]
 
 
 def _text(line: Mapping[str, Any]) -> bytes:
