@@ -21,6 +21,7 @@ from tests.commands import FAST, npy, one_line
         ("", ["command"]),
         ("prone", ["prone", "prune"]),
         ("prune --kep-flops 0.3", ["unknown option --kep-flops", "did you mean --keep-flops"]),
+        ("export DIR --overwrite", ["--overwrite is an option of dllp prune", "not of this command"]),
         ("prune surplus", ["surplus"]),
         ("prune --epochs", ["--epochs"]),
         ("prune --epochs many", ["epochs = many", "a whole number"]),

@@ -18,8 +18,11 @@ def plain(message: str) -> str:
     """A parser's message as one line in the user's words."""
     unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
     if unknown:
-        options = [flag for parser, _ in COMMANDS.values() for flag in parser()._option_string_actions]
-        return f"unknown option {unknown[1]}{near(unknown[1], options)}"
+        options = {command: list(parser()._option_string_actions) for command, (parser, _) in COMMANDS.items()}
+        owners = [command for command, flags in options.items() if unknown[1] in flags]
+        if owners:
+            return f"{unknown[1]} is an option of dllp {', '.join(owners)}, not of this command: leave it out"
+        return f"unknown option {unknown[1]}{near(unknown[1], [flag for flags in options.values() for flag in flags])}"
     key = re.match(r'Parser key "(\w+)"(?: element \d+)?:', message)
     if not key:
         message = re.sub(r"(evaluate|analyze|report|export|speed)\.folders?", "the run folder", message)
