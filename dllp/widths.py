@@ -29,6 +29,11 @@ def kept_units(model: nn.Module, structure: Structure, kept: Recipe) -> Tensor:
     return keep
 
 
+def widened(structure: Structure, keep: Tensor, multiple: int) -> Tensor:
+    """(U,) bool: the kept units, and as many more in each group as make a multiple, or all."""
+    return _widths(structure, keep, [_ceil(*sizes, multiple) for sizes in _sizes(structure, keep)])
+
+
 def padded(model: nn.Module, structure: Structure, keep: Tensor, multiple: int) -> tuple[nn.Module, float]:
     """The cut network with dead channels up to a multiple, its outputs unchanged; and its multiply-accumulates.
 
@@ -38,7 +43,7 @@ def padded(model: nn.Module, structure: Structure, keep: Tensor, multiple: int) 
         keep: (U,) bool.
         multiple: Widths of groups that lost channels become multiples of this, or whole again.
     """
-    more = _widths(structure, keep, [_ceil(*sizes, multiple) for sizes in _sizes(structure, keep)])
+    more = widened(structure, keep, multiple)
     kept = recipe(model, structure.groups, more)
     network = cut(model, kept)
     parameters = dict(network.named_parameters())

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dllp.api import OnStep, train_dense
+from dllp.api import train_dense
+from dllp.baselines.hooks import Verb, holding, hooked
+from dllp.baselines.lanes import in_lanes
 from dllp.baselines.protocol import Method, Scene
 from dllp.collect import costs
 from dllp.config import Config
@@ -23,8 +25,6 @@ from dllp.result import Result, Size, posterior_of
 from dllp.structure import Structure
 from dllp.train import Trainer
 
-Verb = Callable[..., Result]
-"""Something like :func:`dllp.api.train_dense`."""
 Train = Callable[[Verb, str, nn.Module, Data, Config], Result]
 """Runs a verb as the named stage of a run."""
 TRAINED, FINETUNED = "trained", "finetuned"
@@ -86,7 +86,7 @@ def prune(
         return Pruned(before, None)
     tuning = replace(config, epochs=finetune_epochs, lr=finetune_lr * config.lr, init="given", warmup=0.0)
     slab = before.slabs[0]
-    verb = holding(slab.gated) if slab.gated else train_dense
+    verb = holding(slab.gated) if slab.gated else in_lanes(slab.reference, structure, before.gates["keep"][0])
     tuned = train(verb, FINETUNED, slab.network, data, tuning)
     after = replace(
         before,
@@ -123,37 +123,6 @@ class _Scenes:
         return hooked(verb, start, lambda trainer: self.method.step(trainer, scene[0]))
 
 
-def hooked(verb: Verb, start: OnStep, step: OnStep | None = None) -> Verb:
-    """A verb that calls `start` and `step` before the caller's own on_start and on_step."""
-
-    def both(first: OnStep | None, second: OnStep | None) -> OnStep:
-        def call(trainer: Trainer) -> None:
-            for each in (first, second):
-                if each is not None:
-                    each(trainer)
-
-        return call
-
-    def run(*args: Any, on_start: OnStep | None = None, on_step: OnStep | None = None, **rest: Any) -> Result:
-        return verb(*args, on_start=both(start, on_start), on_step=both(step, on_step), **rest)
-
-    return run
-
-
-def holding(gated: tuple[str, ...]) -> Verb:
-    """A training in which the zeros of single weights stay zero."""
-
-    def start(trainer: Trainer) -> None:
-        particles = trainer.particles
-        moving = trainer.learnable.clone()
-        for name, parameter in particles.networks[0].named_parameters():
-            if name in gated:
-                particles.layout.segments[name].view(moving).mul_(parameter.detach() != 0)
-        trainer.moving = moving.expand(len(particles), -1)
-
-    return hooked(train_dense, start)
-
-
 def sample(batches: Any) -> Tensor:
     """(B, ...): the first training inputs."""
     parts, count = [], 0
@@ -167,7 +136,7 @@ def sample(batches: Any) -> Tensor:
 
 def _cut(method: Method, scene: Scene, scores: Tensor, trained: Result, example: Tensor) -> Result:
     """Cut what the scores give up, verify that it equals the gated network, and let the method repair the rest."""
-    keep = scene.select(scores)[None]
+    keep = scene.select(scores)[None].to(scene.particles.device)
     slab = extract(scene.particles, scene.gating, keep, example)[0]
     if not isinstance(scene.gating, WeightGating):
         method.repair(slab.network.to(scene.particles.device), slab.recipe, scene)

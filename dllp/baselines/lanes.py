@@ -1,0 +1,77 @@
+"""Fine-tuning a cut network in widths that the device likes: dead channels are added, and taken away afterwards."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dllp.api import train_dense
+from dllp.baselines.hooks import Verb, hooked
+from dllp.config import Config
+from dllp.devices import find_device, lane
+from dllp.prepare import Data
+from dllp.result import Result, posterior_of
+from dllp.slicing import Recipe, cut, recipe, restrict
+from dllp.structure import Structure
+from dllp.train import Trainer
+from dllp.widths import padded, widened
+
+
+def in_lanes(whole: nn.Module, structure: Structure, keep: Tensor) -> Verb:
+    """Trains a network that was cut from `whole` to the units of `keep` (U,), and may have other weights since.
+
+    Nobody listens to the dead channels, so that the network computes the same with them as without.
+    """
+
+    def run(model: nn.Module, data: Data, config: Config, **rest: Any) -> Result:
+        multiple = lane(find_device(config.device))
+        if multiple == 1:
+            return train_dense(model, data, config, **rest)
+        wide, inner = _widen(whole, structure, keep, multiple)
+        places = _places(wide, inner)
+        _write(wide, model, places)
+        result = hooked(train_dense, lambda trainer: _hold(trainer, places))(wide, data, config, **rest)
+        small = cut(result.model, inner)
+        slabs = [replace(result.slabs[0], network=small, reference=small)]
+        return replace(result, slabs=slabs, posterior=posterior_of([small], result.gates["noise"], config))
+
+    return run
+
+
+def _widen(whole: nn.Module, structure: Structure, keep: Tensor, multiple: int) -> tuple[nn.Module, Recipe]:
+    """The cut network with dead channels, and what of it is alive."""
+    more = widened(structure, keep, multiple)
+    wide, _ = padded(whole, structure, keep, multiple)
+    groups = restrict(structure.groups, more, recipe(whole, structure.groups, more))
+    return wide, recipe(wide, groups, keep[more])
+
+
+def _places(wide: nn.Module, inner: Recipe) -> dict[str, Tensor]:
+    """Where in each flat tensor of the wide network the living part's numbers are."""
+    counted = copy.deepcopy(wide).cpu()
+    for tensor in (*counted.parameters(), *counted.buffers()):
+        tensor.requires_grad_(False)
+        tensor.data = torch.arange(tensor.numel(), dtype=torch.float64).view(tensor.shape)
+    return {name: places.long().flatten() for name, places in cut(counted, inner).state_dict().items()}
+
+
+@torch.no_grad()
+def _write(wide: nn.Module, small: nn.Module, places: dict[str, Tensor]) -> None:
+    """Give the living part the weights and statistics of the small network."""
+    values = small.state_dict()
+    for name, tensor in wide.state_dict().items():
+        tensor.view(-1)[places[name]] = values[name].flatten().to(tensor.dtype)
+
+
+def _hold(trainer: Trainer, places: dict[str, Tensor]) -> None:
+    """Let only the living part move."""
+    layout, moving = trainer.particles.layout, torch.zeros_like(trainer.learnable)
+    for name, parameter in trainer.particles.networks[0].named_parameters():
+        alive = torch.zeros(parameter.numel(), dtype=torch.bool)
+        alive[places[name]] = True
+        layout.segments[name].view(moving).copy_(alive.view(parameter.shape))
+    trainer.moving = (moving & trainer.learnable).expand(len(trainer.particles), -1)
