@@ -140,20 +140,23 @@ def test_runs_that_depart_never_enter_the_table(
     assert not (tmp_path / "tiny").exists(), "nothing is finished, nothing is written"
 
 
+@pytest.mark.parametrize("error", [StructureError("it will not do"), KeyError("a fault in the code")])
 def test_a_job_that_fails_does_not_stop_the_others(
-    table: Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception, table: Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = Runner.run
 
     def partly(self: Runner, job: Job) -> Any:
         if job.method == "dense":
-            raise StructureError("it will not do")
+            raise error
         return real(self, job)
 
     monkeypatch.setattr(Runner, "run", partly)
     words = ["--rows", "dense", "thin", "--out", str(tmp_path), "--device", "cpu", "--quiet"]
     assert main(["bench", "tiny", *words]) == 2
-    one_line(capsys, "dense, seed 0: it will not do", "1 more failed")
+    told = capsys.readouterr().err
+    assert "dense, seed 0: " in told.splitlines()[-1] and str(error) in told and "1 more failed" in told
+    assert ("Traceback" in told) == isinstance(error, KeyError), "whoever mends the code needs the place"
     assert [row["name"] for row in json.loads((tmp_path / "tiny" / "summary.json").read_text())["rows"]] == ["thin"]
 
 

@@ -164,6 +164,26 @@ def test_pictures_in_memory_need_no_packages_but_numpy_pillow_and_torch(folder: 
     assert done.stdout == "20\n"
 
 
+def test_nothing_is_predicted_that_nobody_keeps(
+    folder: Path, table: Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Corrupting the test set, and predicting on all of it, takes longer than an epoch."""
+    evaluated, of = [], Splits.of
+
+    def watched(self: Splits, job: Job):
+        evaluated.append(of(self, job)[1])
+        return of(self, job)
+
+    monkeypatch.setattr(Splits, "of", watched)
+    words = ["--data", str(folder), "--epochs", "1", "--device", "cpu", "--quiet", "--out", str(tmp_path)]
+    assert main(["bench", "small3", "--rows", "dense", *words]) == 0
+    assert [list(versions) for versions in evaluated] == [[CLEAN]]
+    kept = replace(table, rows=(replace(table.rows[0], predictions="kept"),))
+    monkeypatch.setitem(tables.TABLES, "small3", kept)
+    assert main(["bench", "small3", *words, "--seeds", "1"]) == 0
+    assert "gaussian-blur:1" in evaluated[-1]
+
+
 @pytest.mark.slow
 def test_the_real_network(tmp_path: Path) -> None:
     """ResNet-50 on a few pictures, one epoch: every row of the table reaches its budget."""

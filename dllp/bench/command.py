@@ -115,7 +115,8 @@ class _Work:
             data = load(self.data, root=self.given.get("data_root"), progress=bar, **self._loading)
         with reporter() as shown:
             machine = {"device": str(device), "precision": self._precision(device.type), "recompute": self._recompute}
-            runner = Runner(data, on_epoch=shown.epoch, on_step=shown.step, **machine)
+            watch = {"on_epoch": shown.epoch, "on_step": shown.step}
+            runner = Runner(data, everywhere=self._everywhere, **watch, **machine)
 
             def begin(planned: plans.Planned) -> None:
                 config = runner.config(planned.job)
@@ -149,13 +150,17 @@ class _Work:
         data = data if data in names() else _absolute(data)
         return Settings(
             data, root and _absolute(root), device, self._precision(device), threads=1, loading=self._loading,
-            recompute=self._recompute, seen=run.seen_data(self.store),
+            recompute=self._recompute, everywhere=self._everywhere, seen=run.seen_data(self.store),
         )  # fmt: skip
 
     @property
     def _loading(self) -> dict[str, Any]:
         """How images of a folder are read."""
         return {option: self.given[option] for option in ("image_size", "workers") if option in self.given}
+
+    @property
+    def _everywhere(self) -> bool:
+        return any(planned.row.predictions != "none" for planned in self.plan)
 
     @property
     def _recompute(self) -> bool:

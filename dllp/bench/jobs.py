@@ -140,13 +140,15 @@ class Runner:
     """Runs jobs on one data set; dense networks are kept, because other methods start from them.
 
     Args:
+        everywhere: Whether predictions on corrupted and foreign inputs are wanted too.
         machine: Settings that do not change what is computed: device, precision, engine.
     """
 
     def __init__(
-        self, data: Dataset, *, on_epoch: OnEpoch | None = None, on_step: OnStep | None = None, **machine: Any
-    ) -> None:
-        self.data, self.machine, self.splits = data, machine, Splits(data)
+        self, data: Dataset, *, everywhere: bool = True, on_epoch: OnEpoch | None = None,
+        on_step: OnStep | None = None, **machine: Any,
+    ) -> None:  # fmt: skip
+        self.data, self.machine, self.splits = data, machine, Splits(data, everywhere)
         self.watch: dict[str, Any] = {"on_epoch": on_epoch, "on_step": on_step}
         self.dense_networks: dict[str, Result] = {}
 

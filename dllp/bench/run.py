@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from dllp import artifacts
 from dllp.bench import densities, doubt, pictures, reliability
+from dllp.bench.attempt import attempt
 from dllp.bench.jobs import Outcome, Runner
 from dllp.bench.plans import Planned, Table, Variant
 from dllp.bench.store import FIGURES, LABELS, Store
@@ -93,12 +95,13 @@ def finish(
         if not book.lacks(planned):
             continue
         begin(planned)
-        try:
-            outcome = runner.run(planned.job)
-        except DllpError as error:
-            book.failed(planned, error)
+        found = attempt(runner, planned.job)
+        if isinstance(found, Outcome):
+            book.keep(planned, found)
             continue
-        book.keep(planned, outcome)
+        book.failed(planned, found.error)
+        if found.trace:
+            print(found.trace, file=sys.stderr)
     book.close()
 
 

@@ -25,10 +25,14 @@ MOST_OUTSIDE = 2000
 
 
 class Splits:
-    """The parts of one data set, in memory or streamed."""
+    """The parts of one data set, in memory or streamed.
 
-    def __init__(self, data: Dataset) -> None:
-        self.data = data
+    Args:
+        everywhere: Whether the methods above are evaluated on every version of the test set, or on the clean one only.
+    """
+
+    def __init__(self, data: Dataset, everywhere: bool = True) -> None:
+        self.data, self.everywhere = data, everywhere
 
     @cached_property
     def described(self) -> dict[str, Any]:
@@ -58,7 +62,7 @@ class Splits:
     def _looked_at(self, job: Job) -> bool:
         """Whether corrupted and foreign inputs are for it; copies of a test set that needs streaming are too many."""
         wanted = (job.baseline or job.method) in KEPT and job.granularity == "channel" and not job.validation
-        return wanted and isinstance(self.data.train, ArrayData)
+        return wanted and self.everywhere and isinstance(self.data.train, ArrayData)
 
     @cached_property
     def test_versions(self) -> dict[str, ArrayData]:

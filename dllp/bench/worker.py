@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import platform
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from dllp.bench.attempt import Failed, attempt
 from dllp.bench.jobs import Job, Outcome, Runner
 from dllp.bench.run import check_data
 from dllp.data import load
@@ -28,6 +28,7 @@ class Settings:
         threads: Of the processor, for this worker.
         loading: Further arguments for :func:`dllp.data.load`.
         recompute: Whether activations are computed twice instead of kept.
+        everywhere: Whether predictions on corrupted and foreign inputs are wanted too.
         seen: What finished runs were trained on.
         version: Of whoever hands out the jobs.
     """
@@ -39,21 +40,9 @@ class Settings:
     threads: int
     loading: Mapping[str, Any] = field(default_factory=dict)
     recompute: bool = False
+    everywhere: bool = True
     seen: Sequence[dict[str, Any]] = ()
     version: str = __version__
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The job cannot be done; `trace` tells where in the code, if nobody foresaw it."""
-
-    error: DllpError
-    trace: str = ""
-
-    @property
-    def broken(self) -> bool:
-        """Whether the worker should do nothing more: a device may be unusable after such an error."""
-        return isinstance(self.error, WorkerError)
 
 
 @dataclass(frozen=True)
@@ -87,14 +76,7 @@ class Worker:
                 self.runner = self._prepare()
         except (DllpError, OSError) as error:
             return Unfit(WorkerError(f"the worker on {platform.node()}: {error}"))
-        try:
-            return self.runner.run(job)
-        except DllpError as error:
-            return Failed(error)
-        except (torch.OutOfMemoryError, MemoryError):
-            return Failed(WorkerError("out of memory: let fewer workers share the machine"))
-        except Exception as error:  # the others go on; this one is told with its trace
-            return Failed(WorkerError(f"{type(error).__name__}: {error}"), traceback.format_exc())
+        return attempt(self.runner, job)
 
     def _prepare(self) -> Runner:
         own = self.settings
@@ -102,6 +84,7 @@ class Worker:
             raise WorkerError(f"it has dllp {__version__}, not {own.version}: install the same version everywhere")
         torch.set_num_threads(own.threads)
         machine: dict[str, Any] = {"device": str(find_device(own.device)), "precision": own.precision}
-        runner = Runner(load(own.data, root=own.root, **own.loading), **machine, recompute=own.recompute)
+        data = load(own.data, root=own.root, **own.loading)
+        runner = Runner(data, everywhere=own.everywhere, **machine, recompute=own.recompute)
         check_data(own.seen, runner)
         return runner
