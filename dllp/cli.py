@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Of several processes under torchrun the first speaks for all.
     """
     command = ""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a table must not fail for a sign that the terminal lacks
+            stream.reconfigure(errors="replace")
     try:
         command, given = options.parse(sys.argv[1:] if argv is None else argv)
         {"prune": pruning.prune, "evaluate": _evaluate, "bench": _bench, **STUDYING, **SHIPPING}[command](given)
@@ -45,15 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code if number() else _complain(f"interrupted, {_notes(error) or 'nothing was written'}", code)
     except DllpError as error:
         told = error.told or (not command and number() > 0)  # all read the same command line
-        return 2 if told else _complain("; ".join(filter(None, (f"error: {error}", _notes(error)))))
-    except torch.OutOfMemoryError:
-        return _complain(
-            "error: out of memory: give --recompute or --accumulate 4, or lower --batch-size or --particles"
-        )
-    except MemoryError:
-        return _complain("error: out of memory")
+        return 2 if told else _complain(_with_notes(str(error), error))
+    except torch.OutOfMemoryError as error:
+        way = "give --recompute or --accumulate 4, or lower --batch-size or --particles"
+        return _complain(_with_notes(f"out of memory: {way}", error))
+    except MemoryError as error:
+        return _complain(_with_notes("out of memory", error))
     except OSError as error:
-        return _complain(f"error: {error.filename or 'output'}: {error.strerror or error}")
+        return _complain(_with_notes(f"{error.filename or 'output'}: {error.strerror or error}", error))
 
 
 # ---- commands
@@ -121,6 +124,10 @@ def _bench(given: dict[str, Any]) -> None:
 def _notes(error: BaseException) -> str:
     """What was noted on the way up: how to go on."""
     return "; ".join(getattr(error, "__notes__", ()))
+
+
+def _with_notes(text: str, error: BaseException) -> str:
+    return "; ".join(filter(None, (f"error: {text}", _notes(error))))
 
 
 def _complain(text: str, code: int = 2) -> int:

@@ -17,6 +17,8 @@ from dllp.errors import ConfigError
 Granularity = Literal["channel", "weight"]
 SPIKE_AND_SLAB = "spike_and_slab"
 MOST_PARTICLES = 4096
+SHUT = 50.0
+"""Logits beyond this are certainties in every precision."""
 
 
 @cache
@@ -173,8 +175,10 @@ class Config:
         for name in ("beta", "lr_end", "warmup", "jitter", "patience"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} = {getattr(self, name)}: it must not be negative")
-        if not -(2**63) <= self.seed < 2**63 or self.particles > MOST_PARTICLES:
-            raise ConfigError(f"seed must be of 64 bits and particles at most {MOST_PARTICLES}")
+        if self.particles > MOST_PARTICLES:
+            raise ConfigError(f"particles = {self.particles}: at most {MOST_PARTICLES}")
+        if not abs(self.gate_logit) <= SHUT:
+            raise ConfigError(f"gate_logit = {self.gate_logit}: beyond {SHUT:g} on either side no gate could move")
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum = {self.momentum} is outside [0, 1)")
         if not 0 <= self.mean_weight <= 1:
@@ -185,6 +189,10 @@ class Config:
             raise ConfigError("the schedule must satisfy 0 <= open_until <= ramp_until <= discrete_at <= 1")
         if isinstance(self.bandwidth, (int, float)) and not 0 < self.bandwidth < math.inf:
             raise ConfigError(f"bandwidth = {self.bandwidth}: a positive number, median or paper is needed")
+        for name in types_of(type(self)):
+            value = getattr(self, name)
+            if isinstance(value, (int, float)) and not _storable(value):
+                raise ConfigError(f"{name} = {value}: a finite number of 64 bits is needed")
         if self.task == "regression" and self.likelihood == "categorical":
             raise ConfigError("likelihood = categorical needs task = classification: use gaussian for regression")
 
@@ -269,6 +277,11 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint in (int, float):
         return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
     return isinstance(value, hint)
+
+
+def _storable(value: float) -> bool:
+    """Whether a file can hold it, and a computation start from it."""
+    return math.isfinite(value) if isinstance(value, float) else -(2**63) <= value < 2**63
 
 
 def _wanted(hint: Any) -> str:

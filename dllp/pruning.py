@@ -60,7 +60,11 @@ def prune(given: dict[str, Any]) -> None:
                 boards.require_tensorboard()
             Checkpoints(out, **rhythm)  # bad values are told before any data is read
             folder = held.enter_context(RunFolder(out, resume=resume, overwrite=overwrite))
-            return folder, None if resume and folder.finished else settings(given, ranks)
+            if resume and folder.finished:
+                if (out / SETTINGS).is_file():  # a run that was made in Python has none
+                    settings(given, ranks)  # what contradicts the run is told, finished or not
+                return folder, None
+            return folder, settings(given, ranks)
 
         folder, found = ranks.together(take)
         ranks.hear(found and {"task": asdict(found[0]), "values": found[1]})
@@ -228,7 +232,8 @@ class _Pruning:
         def on_start(trainer: Trainer) -> None:
             self.signals.training = held
             for text in held.damaged:
-                warn(f"{text}; the checkpoint before it is used")
+                used = "the checkpoint before it is used" if trainer.step_index else "no other is left to go on from"
+                warn(f"{text}; {used}")
             if trainer.trouble:
                 warn(f"{trainer.trouble}; back at step {trainer.step_index} with lr {config.lr * trainer.lr_scale:g}")
             elif trainer.step_index:

@@ -98,6 +98,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     # ---- who may write here
 
     def _check_names(self) -> None:
+        if self.folder.is_symlink() and not self.folder.exists():
+            raise ArtifactError(f"{self.folder} is a link to nothing: make that folder, or give another")
         if not self.folder.exists():
             return
         if not self.folder.is_dir():
@@ -107,6 +109,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         names = [path.name for path in self.folder.iterdir()]
         strange = [name for name in names if not any(fnmatch.fnmatchcase(name, own) for own in OWN)]
         if not self.finished and (strange or (SETTINGS in names and not self.unfinished)):
+            if self.resume and not strange:
+                raise ArtifactError(f"{self.folder} has no checkpoints to go on from: start anew in another folder")
             raise ArtifactError(f"{self.folder} holds other files: choose another folder for the run")
 
     def _check_free(self) -> None:

@@ -153,9 +153,10 @@ class Trainer(Step):
 
     def broken(self, trouble: str, step: int) -> NumericsError:
         """The error that names what broke, when, and the way out."""
+        other = ", or use on_nan = rollback" if self.config.on_nan == "stop" else ""
         error = NumericsError(
             f"{trouble} at step {step} (epoch {(step - 1) // self.steps_per_epoch + 1}): lower lr "
-            f"(now {self.config.lr * self.lr_scale:g}), or use on_nan = rollback"
+            f"(now {self.config.lr * self.lr_scale:g}){other}"
         )
         error.told = not self.place.first
         return error

@@ -226,6 +226,7 @@ def test_mistakes_are_one_line(table: Table, tmp_path: Path, capsys: pytest.Capt
         (["tiny", "--epochs", "0"], "epochs = 0"),
         (["tiny", "--validation", "-3"], "validation = -3"),
         (["tiny", "--validation", "64"], "leaves nothing on one side"),
+        (["figure4", "--validation", "10"], "figure4 is about predictions on the test set: leave out --validation"),
         (["tiny", "--seeds", "0", "one"], "seeds = one: expected a whole number"),
         (["tiny", "--precision", "int8"], "expected float32, bfloat16"),
         (["tiny", "--sharp", "1/2"], "did you mean --shard?"),
@@ -236,6 +237,21 @@ def test_mistakes_are_one_line(table: Table, tmp_path: Path, capsys: pytest.Capt
         assert main(["bench", *words, "--out", str(tmp_path / "out")]) == 2, words
         one_line(capsys, text)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_terminal_without_a_sign_shows_another(results: Path, data: Path) -> None:
+    script = f"""
+import sys
+from pathlib import Path
+from dllp.bench import tables
+from dllp.cli import main
+from tests.test_bench import tiny
+tables.TABLES["tiny"] = tiny(Path({str(data)!r}))
+sys.exit(main(["bench", "tiny", "--out", {str(results)!r}, "--summary-only"]))
+"""
+    environment = ENVIRONMENT | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert "accuracy: mean ? standard deviation" in done.stdout.lower()
 
 
 def test_tables_need_no_packages_of_the_command_line() -> None:

@@ -109,4 +109,5 @@ def test_rollbacks_halve_the_rate_each_time(
     assert rates == ["0.05", "0.025", "0.0125"]
     poison(monkeypatch, nan_weight, step=7, times=9)
     assert main(command(data, tmp_path / "other", "--no-dense", "--on-nan", "rollback")) == 2
-    assert "kept in" in capsys.readouterr().err.splitlines()[-1]
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "kept in" in last and "on_nan" not in last, "rollback is no way out any more"

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from dllp import artifacts
 from dllp.cli import main
@@ -95,6 +96,18 @@ def test_no_space_after_the_first_checkpoint_says_how_to_go_on(
     one_line(capsys, "No space left on device", f"go on with dllp prune --resume --out {out}")
     assert main(["prune", "--resume", "--quiet", "--out", str(out)]) == 0
     assert digest(out) == digest(whole)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), MemoryError(), OSError(errno.EPIPE, "Broken pipe")])
+def test_what_is_no_fault_of_the_run_says_how_to_go_on(
+    error: Exception, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> None:
+        raise error
+
+    stop_at(monkeypatch, 5, fail)
+    assert main(command(data, tmp_path / "out", "--no-dense")) == 2
+    one_line(capsys, "error: ", f"go on with dllp prune --resume --out {tmp_path / 'out'}")
 
 
 def test_an_end_that_fails_can_be_made_up_for(

@@ -87,6 +87,22 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     assert digest(out) == digest(whole)
 
 
+def test_where_no_checkpoint_is_whole_the_run_begins_anew_and_says_so(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert main(command(data, whole, "--no-dense")) == 0
+    unfinished(data, out, monkeypatch)
+    files = list((out / "checkpoints/pruned").glob("*"))
+    for file in files:
+        file.write_bytes(b"")
+    capsys.readouterr()
+    assert main(["prune", "--resume", "--out", str(out)]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(files) == 2 and all(line.endswith("no other is left to go on from") for line in lines)
+    assert digest(out) == digest(whole)
+
+
 def test_a_finished_run_says_so(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert main(command(data, out, "--no-dense")) == 0
@@ -95,6 +111,8 @@ def test_a_finished_run_says_so(data: str, tmp_path: Path, capsys: pytest.Captur
     (out / ".run.json.7.tmp").touch()  # killed between run.json and the tidying
     assert main(["prune", "--resume", "--out", str(out)]) == 0
     assert "finished" in capsys.readouterr().out
+    assert main(["prune", "--resume", "--out", str(out), "--epochs", "5"]) == 2
+    one_line(capsys, "epochs = 5 contradicts the run, which has 3")
     assert digest(out) == before
 
 
@@ -144,6 +162,8 @@ def test_an_unfinished_run_is_not_replaced_by_mistake(
         (["--out", "nowhere"], ["nowhere is not there"]),
         (["--out", "data"], ["other files"]),
         (["--out", "empty"], ["holds no unfinished run"]),
+        (["--out", "settings"], ["settings has no checkpoints to go on from: start anew in another folder"]),
+        (["--out", "astray"], ["astray is a link to nothing"]),
     ],
 )
 def test_a_contradiction_is_one_line(
@@ -152,7 +172,10 @@ def test_a_contradiction_is_one_line(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     unfinished(data, Path("out"), monkeypatch)
-    (tmp_path / "empty").mkdir()
+    for name in ("empty", "settings"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "settings" / "config.yaml").write_text("epochs: 3")
+    (tmp_path / "astray").symlink_to("nowhere")
     capsys.readouterr()
     before = digest_below(tmp_path)
     assert main(["prune", "--resume", "--out", "out", *words]) == 2

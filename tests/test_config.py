@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
@@ -49,6 +50,12 @@ NAN, INFINITE = float("nan"), float("inf")
         ({"bandwidth": NAN}, "bandwidth"),
         ({"bandwidth": -1}, "bandwidth"),
         ({"task": "regression", "likelihood": "categorical"}, "needs task = classification"),
+        *[
+            ({name: 10**20}, f"{name} = 1{'0' * 20}: ")
+            for name in ("batch_size", "epochs", "patience", "round_to", "seed")
+        ],
+        *[({"epsilon": value}, f"epsilon = {value}: a finite number") for value in (NAN, INFINITE)],
+        *[({"gate_logit": value}, f"gate_logit = {re.escape(str(value))}: ") for value in (NAN, -INFINITE, 1e300, -51)],
     ],
 )
 def test_mistakes(values: dict[str, Any], words: str) -> None:

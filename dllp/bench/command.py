@@ -73,6 +73,8 @@ def execute(
     check_launcher(given)
     table, quiet = tables.table(given["name"]), given.get("quiet", False)
     variant = plans.Variant(given.get("epochs"), given.get("validation", 0))
+    if variant.validation and table.name in run.OF_PREDICTIONS:
+        raise ConfigError(f"{table.name} is about predictions on the test set: leave out --validation")
     share = shard(given.get("shard", "1/1"))
     plan = table.plan(given.get("rows", ()), given.get("seeds"), variant, share)
     store = run.open_store(Path(given.get("out", RESULTS)), table, variant)

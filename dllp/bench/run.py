@@ -21,6 +21,8 @@ from dllp.errors import ArtifactError, DllpError
 SUMMARY, MARKDOWN, PICTURE = "summary.json", "table.md", "picture.svg"
 SUMMARIES = {"figure3": doubt.figure3, "figure4": doubt.figure4, "reliability": reliability.summarise}
 TEXTS = {"figure3": doubt.markdown, "figure4": doubt.markdown, "reliability": reliability.markdown}
+OF_PREDICTIONS = tuple(SUMMARIES)
+"""What is computed from predictions on the test set and its versions."""
 DENSITIES = ("figure2", "figure5")
 SUMMARIES |= dict.fromkeys(DENSITIES, densities.summarise)
 TEXTS |= dict.fromkeys(DENSITIES, densities.markdown)
