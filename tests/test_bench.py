@@ -80,6 +80,9 @@ def test_every_job_has_its_line_and_its_files(results: Path, table: Table) -> No
         assert found["config"]["precision"] == "float32" and found["evaluated_on"] == "test"
         if name not in ("dense", "dllp-weight"):
             assert min(found["flops_removed"]) >= 1 - KEEP, name
+        if name != "dense":
+            assert all(0 <= kept <= total for *each, total in found["widths"].values() for kept in each), name
+            assert any(kept < total for *each, total in found["widths"].values() for kept in each), name
     weight, thin = lines["dllp-weight", 0], lines["thin", 0]
     assert max(weight["params"]) <= 0.3 * weight["dense_params"] and weight["flops_of"] == "its non-zero weights"
     assert thin["dense_macs"] == lines["dense", 0]["macs"][0] > thin["macs"][0]

@@ -251,9 +251,9 @@ class Runner:
         network = self._network(job)
         structure = discover(network, self._example())
         ranks = [-torch.arange(group.units, dtype=torch.float64) / group.units for group in structure.groups]
-        small, size = self._cut(network, structure, torch.cat(ranks), job.keep)
+        small, size, widths = self._cut(network, structure, torch.cat(ranks), job.keep)
         result = train_dense(small, train, config, **self.watch)
-        detail = {"history": brief(result.history)}
+        detail = {"widths": widths, "history": brief(result.history)}
         return Trained(result.posterior, [size], dense_size(structure), spent(result), detail)
 
     def _magnitude(self, job: Job, train: Split, config: Config) -> Trained:
@@ -280,18 +280,23 @@ class Runner:
         dense = self._trained_dense(job, train)
         network = dense.model
         structure = discover(network, self._example())
-        small, size = self._cut(network, structure, score(network, structure), job.keep)
+        small, size, widths = self._cut(network, structure, score(network, structure), job.keep)
         posterior = Posterior([small.eval()], torch.ones(1))
-        return Trained(posterior, [size], dense_size(structure), spent(dense))
+        return Trained(posterior, [size], dense_size(structure), spent(dense), {"widths": widths})
 
     def _example(self) -> Tensor:
         return self.data.test.inputs(slice(0, 2)).cpu()
 
-    def _cut(self, network: nn.Module, structure: Structure, scores: Tensor, keep: float) -> tuple[nn.Module, Size]:
+    def _cut(
+        self, network: nn.Module, structure: Structure, scores: Tensor, keep: float
+    ) -> tuple[nn.Module, Size, dict[str, list[int]]]:
+        """The network cut to the units with the highest scores, its cost, and kept and all units of each group."""
         chosen = select(structure, scores, cost=structure.flops, keep=keep)
         gates = chosen.double()
         size = Size(float(structure.flops.expected(gates)), round(float(structure.params.expected(gates))))
-        return cut(network, kept_channels(network, structure.groups, chosen)), size
+        parts = zip(structure.groups, structure.slices, strict=True)
+        widths = {group.name: [int(chosen[part].sum()), group.units] for group, part in parts}
+        return cut(network, kept_channels(network, structure.groups, chosen)), size, widths
 
 
 def spent(result: Result) -> float:
