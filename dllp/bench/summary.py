@@ -20,7 +20,7 @@ Lines = Sequence[dict[str, Any]]
 UNITS = {"acc, drop, gain, flops_removed, params_kept, ece": "percent", "nll": "nats", "train_seconds": "seconds"}
 VERSIONS = ("dllp", "torch", "python")
 STRAW = 0.5
-"""A baseline that loses so many points more than its paper states is none: the table says by how much."""
+"""A baseline within so many points of what its paper states, to either side, counts as reproduced."""
 METHODS = {
     "dense": "dense",
     "dllp": "DLLP",
@@ -58,7 +58,7 @@ def check(line: dict[str, Any], place: object) -> None:
         raise ArtifactError(f"{place}, digest {line['digest']}: 'before' is of the wrong kind")
     if "data" in line and not is_data(line["data"]):
         raise ArtifactError(f"{place}, digest {line['digest']}: 'data' is of the wrong kind")
-    for name in ("processes", "pretrain"):
+    for name in ("processes", "pretrain", "finetune"):
         if type(line.get(name, 0)) is not int:
             raise ArtifactError(f"{place}, digest {line['digest']}: {name!r} is no whole number")
 
@@ -152,7 +152,7 @@ def summarise_row(row: Row, lines: Lines, dense: Lines, wanted: Sequence[tuple[s
         "acc_mean": acc,
         "acc_std": statistics.stdev(accuracies) if len(accuracies) > 1 else None,
         "before_acc_mean": _mean([100 * line["before"]["accuracy"] for line in lines if "before" in line]),
-        "finetune_epochs": job.finetune,
+        "finetune_epochs": first.get("finetune", 0),
         "pretrain_epochs": first.get("pretrain", 0),
         "shape": _shape(first),
         "drop_mean": None if dense_acc is None else dense_acc - acc,
@@ -190,7 +190,8 @@ def _verdict(name: str, wanted: float, lines: Lines, dense: Lines) -> dict[str, 
         value, error = value - statistics.fmean(reference), _both(error, _error(reference))
     if name == "published":
         apart = -value - wanted
-        verdict = f"within {STRAW} points of it" if apart <= STRAW else f"{apart:.2f} points more"
+        verdict = f"{abs(apart):.2f} points {'worse' if apart > 0 else 'better'}"
+        verdict += f", within {STRAW}" if abs(apart) <= STRAW else ""
         return {"figure": name, "wanted": wanted, "found": -value, "standard_error": error, "verdict": verdict}
     short = value + wanted if name == "drop" else value - wanted  # below zero by what is missing
     if short >= 0:
