@@ -12,7 +12,7 @@ import pytest
 
 from dllp import analysis, distribution
 from dllp.bench import __main__ as bench
-from dllp.bench import densities, summary, tables
+from dllp.bench import densities, shapes, summary, tables
 from dllp.bench.jobs import Job, Runner
 from dllp.bench.plans import Row, Table, Variant
 from dllp.bench.store import Store
@@ -71,6 +71,8 @@ def test_both_figures_from_one_set_of_runs(tmp_path: Path, capsys: pytest.Captur
     assert set(again["rows"]["dllp-90"]["layers"]) == {"conv1", "conv2", "conv3"}
     lines = Store(tmp_path / "figure5").lines()
     assert [line["from"] for line in lines] == ["figure2", "figure2"], "the same runs, not trained again"
+    looked = {line["row"]: len(shapes.of_run(line)) for line in lines}
+    assert looked == {"l1-90": 1, "dllp-90": 2}, "every particle was looked at"
 
 
 def line_of(kept: np.ndarray, digest: str = "d") -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from dllp.baselines import find as find_baseline
+from dllp.bench import shapes
 from dllp.bench.plans import Quoted, Row, Table, Variant
 from dllp.bench.store import Store
 from dllp.errors import ArtifactError
@@ -61,6 +62,7 @@ def check(line: dict[str, Any], place: object) -> None:
     for name in ("processes", "pretrain", "finetune"):
         if type(line.get(name, 0)) is not int:
             raise ArtifactError(f"{place}, digest {line['digest']}: {name!r} is no whole number")
+    shapes.of_run(line, place)
 
 
 def _number(value: Any) -> bool:
@@ -154,7 +156,8 @@ def summarise_row(row: Row, lines: Lines, dense: Lines, wanted: Sequence[tuple[s
         "before_acc_mean": _mean([100 * line["before"]["accuracy"] for line in lines if "before" in line]),
         "finetune_epochs": first.get("finetune", 0),
         "pretrain_epochs": first.get("pretrain", 0),
-        "shape": _shape(first),
+        "shape": next(iter(shapes.of_run(first)), None),
+        "shapes": shapes.of_row(lines),
         "drop_mean": None if dense_acc is None else dense_acc - acc,
         "drop_se": _both(_error(_accuracies(lines)), _error(_accuracies(dense))) if job.method != "dense" else None,
         "flops_removed_mean": 100 * statistics.fmean(value for line in lines for value in line["flops_removed"]),
@@ -170,13 +173,6 @@ def summarise_row(row: Row, lines: Lines, dense: Lines, wanted: Sequence[tuple[s
         "train_seconds_mean": statistics.fmean(line["train_seconds"] for line in lines),
         "wanted": [_verdict(name, value, lines, dense) for name, value in wanted],
     }
-
-
-def _shape(line: dict[str, Any]) -> Any:
-    """How the kept weights of the first particle are distributed, layers standardised; None where nobody looked."""
-    found = line.get("distribution")
-    whole = found.get("whole") if isinstance(found, dict) else None
-    return whole.get("kept") if isinstance(whole, dict) else None
 
 
 def _verdict(name: str, wanted: float, lines: Lines, dense: Lines) -> dict[str, Any]:
@@ -236,6 +232,7 @@ def markdown(table: Table, summary: dict[str, Any]) -> str:
         heading = f"{network}, {epochs} epochs" + (f", dense accuracy {_dense(rows)}" if _dense(rows) else "")
         body = [_line(_measured(row)) for row in rows] + [_line(_printed(row)) for row in quoted]
         parts.append("\n".join([f"{heading}:\n", HEADER, *body]))
+    parts += shapes.markdown(summary["rows"])
     if not table.data and "data" in summary:
         parts.append(f"Measured on {summary['data']}.")
     parts += [EXPLANATION, *filter(None, [table.note]), made_by(summary)]
