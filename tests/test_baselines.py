@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dllp.baselines import METHODS, find, run
-from dllp.baselines.protocol import penalty
+from dllp.baselines.magnitude import SINGLE_SHRINKAGE
+from dllp.baselines.protocol import Method, penalty
+from dllp.bench.jobs import Job, Runner
 from dllp.config import Config
-from dllp.errors import ConfigError, StructureError
+from dllp.errors import ConfigError, DataError, StructureError
 from dllp.extract import Slab
 from dllp.particles import Layout, kept_coordinates
 from dllp.priors import PRIORS
+from dllp.result import Result
 from dllp.slicing import Fold, cut
 from dllp.structure import discover
 from dllp.zoo.small import small_cnn, small_resnet
@@ -81,6 +86,45 @@ def test_a_residual_network_is_pruned_too() -> None:
         pruned = run.prune(METHODS[name], small_resnet(), data, Config(keep_params=0.5, epochs=1, batch_size=32))
         assert pruned.result.sizes[0].params <= 0.5 * pruned.result.dense.params
         assert pruned.after is None and bool(pruned.result.model(data[0][:2]).isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["magnitude-l1", "magnitude-l2", "slimming"])
+def test_fine_tuning_is_by_the_dense_networks_recipe(name: str) -> None:
+    used: dict[str, Config] = {}
+
+    def train(verb: run.Verb, stage: str, model: nn.Module, data: Any, config: Config) -> Result:
+        used[stage] = config
+        return verb(model, data, config)
+
+    config = replace(SHORT, epochs=1, weight_decay=3e-3)
+    run.prune(find(name), small_cnn(), DIGITS.train.subset(range(128)), config, finetune_epochs=1, train=train)
+    first, second = used[run.TRAINED], used[run.FINETUNED]
+    assert second.weight_decay == 3e-3 and second.lr == run.FINETUNE_LR * config.lr and second.init == "given"
+    decay = {"magnitude-l1": 0.0, "magnitude-l2": SINGLE_SHRINKAGE}
+    assert first.weight_decay == decay.get(name, 3e-3), "a recipe of its own is for the first training only"
+
+
+def test_fine_tuning_in_a_table_has_the_dense_rows_weight_decay(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[float | None] = []
+
+    def prune(method: Method, model: nn.Module, data: Any, config: Config, **rest: Any) -> None:
+        handed.append(config.weight_decay)
+        raise DataError("enough is known")
+
+    monkeypatch.setattr(run, "prune", prune)
+    job = Job("small_cnn", "baseline", "weight", keep=0.5, baseline="magnitude-l1", finetune=1)
+    with pytest.raises(DataError, match="enough"):
+        Runner(DIGITS, device="cpu").run(job)
+    assert handed == [job.dense.config.resolved().weight_decay] and handed != [job.config.weight_decay]
+
+
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if fields(method)])
+def test_hyperparameters_are_checked_when_a_method_is_made(name: str) -> None:
+    made = type(METHODS[name])
+    for field in fields(made):
+        for bad in (-100.0, math.inf, math.nan):
+            with pytest.raises(ConfigError, match=f"{field.name} = {bad}"):
+                made(**{field.name: bad})
 
 
 def test_mistakes_are_one_clear_line() -> None:

@@ -6,6 +6,7 @@ methods and not of harnesses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -122,11 +123,17 @@ class Method:
         return own != (Method.settings, Method.start, Method.step)
 
 
+def not_negative(**values: float) -> None:
+    """Raise, by its name, for a hyperparameter that is negative or not finite."""
+    for name, value in values.items():
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"{name} = {value}: a finite number that is not negative is needed")
+
+
 def penalty(scales: Scales, prior: Prior, strength: float, *parameters: float) -> Callable[[Tensor], Tensor]:
     """(n, P) rows -> (n, P): gradient of -strength * log prior of the units' scales, for `trainer.penalty`."""
     prior.check(*parameters)
-    if not 0 <= strength < float("inf"):
-        raise ConfigError(f"strength = {strength}: it must not be negative")
+    not_negative(strength=strength)
     at = scales.coordinates
 
     def gradient(rows: Tensor) -> Tensor:
