@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -118,13 +118,13 @@ def test_fine_tuning_in_a_table_has_the_dense_rows_weight_decay(monkeypatch: pyt
     assert handed == [job.dense.config.resolved().weight_decay] and handed != [job.config.weight_decay]
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if fields(method)])
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if vars(method)])
 def test_hyperparameters_are_checked_when_a_method_is_made(name: str) -> None:
-    made = type(METHODS[name])
-    for field in fields(made):
+    method = METHODS[name]
+    for parameter in vars(method):
         for bad in (-100.0, math.inf, math.nan):
-            with pytest.raises(ConfigError, match=f"{field.name} = {bad}"):
-                made(**{field.name: bad})
+            with pytest.raises(ConfigError, match=f"{parameter} = {bad}"):
+                type(method)(**{parameter: bad})
 
 
 def test_mistakes_are_one_clear_line() -> None:
@@ -137,6 +137,8 @@ def test_mistakes_are_one_clear_line() -> None:
         run.prune(find("sfp"), small_cnn(), data, Config(keep_flops=1e-4, epochs=10**6))
     with pytest.raises(StructureError, match="budget cannot be met"):
         run.prune(find("magnitude-l1"), small_cnn(), data, Config(keep_params=1e-4, epochs=10**6))
+    with pytest.raises(ConfigError, match="prior = hoyer belongs to dllp itself: method sfp brings its own"):
+        run.prune(find("sfp"), small_cnn(), data, Config(keep_flops=0.5, epochs=10**6, prior="hoyer"))
     with pytest.raises(ConfigError, match="finetune_epochs = -1"):
         run.prune(find("random"), small_cnn(), data, Config(keep_flops=0.5), finetune_epochs=-1)
     scene = scene_of(small_cnn(), data[0][:2])

@@ -7,10 +7,10 @@ methods and not of harnesses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +115,16 @@ class Method:
 
     def repair(self, small: nn.Module, recipe: Recipe, scene: Scene) -> None:
         """Mend the cut network in place; `recipe` says what it kept of the scene's."""
+
+    def refuse_priors(self, given: Mapping[str, Any]) -> None:
+        """Raise where a setting of DLLP's prior departs from its default: it would change nothing here."""
+        for name in ("prior", "prior_scale", "polarization"):
+            default = getattr(Config, name)
+            if given.get(name, default) != default:
+                raise ConfigError(
+                    f"{name} = {given[name]} belongs to dllp itself: method {self.name} brings its own regulariser, "
+                    f"leave out {name}"
+                )
 
     @property
     def trains(self) -> bool:

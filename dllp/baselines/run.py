@@ -72,6 +72,7 @@ def prune(
         raise ConfigError(f"finetune_epochs = {finetune_epochs}: it must not be negative")
     if config.keep_flops is None and config.keep_params is None:
         raise ConfigError(f"{method.name} needs a budget: give keep_flops or keep_params, for example 0.45")
+    method.refuse_priors(vars(config))
     recipe = replace(config, granularity=method.granularity, particles=1).resolved()
     config = method.settings(recipe)
     batches, example, structure = prepare(model, data, config, filter_fn)
