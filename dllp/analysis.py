@@ -44,12 +44,31 @@ def analyze(result: Result, particle: int = 0, dense: nn.Module | None = None) -
 
 
 def record(result: Result) -> dict[str, Any]:
-    """What a results file keeps of the first particle: the study, and a sample of the kept weights for later tests."""
-    slab = result.slabs[0]
-    parts = split(slab)
-    kept = distribution.pooled([layer["kept"] for layer in parts.values()])
-    sample = distribution.thinned(kept, distribution.DIP_SAMPLE)
-    return {**study(parts, weights(slab.reference)), "sample": np.round(sample, 4).tolist()}
+    """What a results file keeps: the study of the first particle, of the others the kept weights' figures only.
+
+    Of all of them a sample of the kept weights, for later tests.
+    """
+    first, *others = result.slabs
+    parts = split(first)
+    return {
+        **study(parts, weights(first.reference)),
+        "sample": _sample(_kept(parts)),
+        "others": [_brief(_kept(split(slab))) for slab in others],
+    }
+
+
+def _kept(parts: Mapping[str, Mapping[str, Array]]) -> Array:
+    """(m,): the kept weights of all layers, each standardised."""
+    return distribution.pooled([layer["kept"] for layer in parts.values()])
+
+
+def _sample(kept: Array) -> list[float]:
+    return np.round(distribution.thinned(kept, distribution.DIP_SAMPLE), 4).tolist()
+
+
+def _brief(kept: Array) -> dict[str, Any]:
+    shape = distribution.describe(kept, fits=False)
+    return {"kept": None if shape is None else asdict(shape), "sample": _sample(kept)}
 
 
 def weights(network: nn.Module) -> dict[str, Array]:

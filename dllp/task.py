@@ -108,6 +108,7 @@ class Task:
         suited: dict[str, Any] = {}
         if self.method != DLLP:
             method = find_method(self.method)
+            method.refuse_priors(values)
             suited = {"granularity": method.granularity, "particles": 1}
             for name, wanted in suited.items():
                 if values.get(name, wanted) != wanted:

@@ -95,9 +95,22 @@ def _unpickled(path: Path) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = (str(error).splitlines() or [""])[0][:200]
-        raise ArtifactError(f"{path} cannot be read as weights alone ({reason}): save model.state_dict()") from None
+    except Exception:  # torch's own words are about another way to read it, which runs the file's code
+        raise ArtifactError(
+            f"{path} cannot be read as weights alone, {_obstacle(path)}: save model.state_dict(), best as .safetensors"
+        ) from None
+
+
+def _obstacle(path: Path) -> str:
+    """What stands in a file of torch.save beside weights; its code is looked at, not run."""
+    try:
+        found = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except Exception:  # a damaged file can raise almost anything
+        found = []
+    if not found:
+        return "it is damaged"
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return f"it holds Python objects ({found[0][:100]}{more}), as a whole module does"
 
 
 def _is_weight(entry: tuple[Any, Any]) -> bool:

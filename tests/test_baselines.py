@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
-from dllp.baselines import METHODS, cp, find, run, thinet
-from dllp.baselines.protocol import penalty
+from dllp.baselines import METHODS, find, run
+from dllp.baselines.magnitude import SINGLE_SHRINKAGE
+from dllp.baselines.protocol import Method, penalty
+from dllp.bench.jobs import Job, Runner
 from dllp.config import Config
-from dllp.errors import ConfigError, StructureError
+from dllp.errors import ConfigError, DataError, StructureError
+from dllp.extract import Slab
+from dllp.particles import Layout, kept_coordinates
 from dllp.priors import PRIORS
-from dllp.slicing import Fold
+from dllp.result import Result
+from dllp.slicing import Fold, cut
 from dllp.structure import discover
 from dllp.zoo.small import small_cnn, small_resnet
 from tests.oracles import normal
 from tests.scenes import DIGITS, scene_of
 
 SHORT = Config(keep_flops=0.4, epochs=2, batch_size=128, init="fresh", lr=0.1, seed=3)
+
+
+def repaired(slab: Slab) -> dict[str, Tensor]:
+    """The reference's weights in their full shape, with those of the cut network at the places that it kept."""
+    layout = Layout(slab.reference)
+    places = kept_coordinates(slab.reference, layout, slab.recipe)
+    small, full = dict(slab.network.named_parameters()), {}
+    for name, weight in slab.reference.named_parameters():
+        full[name] = weight.detach().clone()
+        full[name][layout.segments[name].view(places)] = small[name].detach().flatten()
+    return full
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -36,12 +55,16 @@ def test_every_method_keeps_the_protocol(name: str) -> None:
     reference, small = slab.reference.double(), first.before.model.double()
     weights = dict(reference.named_parameters())
     if method.granularity == "channel":
-        structure = discover(slab.reference, x)
+        fold = Fold(reference, discover(slab.reference, x).groups)
         assert slab.keep is not None
-        masked = Fold(reference, structure.groups)(weights, slab.keep.double())
-        if type(method).repair is not thinet.ThiNet.repair and type(method).repair is not cp.ChannelPruning.repair:
+        # As it was cut, and as a method that mends weights left it: nothing but removed channels may tell them apart.
+        returned = weights | repaired(slab)
+        for cut_network, full in ((cut(reference, slab.recipe), weights), (small, returned)):
+            masked = {**full, **fold(full, slab.keep.double())}
             expected = torch.func.functional_call(reference, masked, (x,))
-            torch.testing.assert_close(small(x), expected, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(cut_network(x), expected, rtol=1e-9, atol=1e-9)
+        mended = {k for k, w in returned.items() if not torch.equal(w, weights[k])}
+        assert bool(mended) == (name in ("thinet", "cp")), mended
         assert small(x).shape == (8, 10) and sum(p.numel() for p in small.parameters()) == first.before.sizes[0].params
     else:
         for k, w in small.named_parameters():
@@ -52,8 +75,8 @@ def test_every_method_keeps_the_protocol(name: str) -> None:
     for a, b in ((first.before, again.before), (first.result, again.result)):
         assert all(torch.equal(v, b.model.state_dict()[k]) for k, v in a.model.state_dict().items())
         assert torch.equal(a.gates["keep"], b.gates["keep"]) and a.info["method"] == name
-    tuned, cut = first.result.model.state_dict(), first.before.model.state_dict()
-    assert any(not torch.equal(tuned[k].double(), cut[k].double()) for k in cut), "fine-tuning moved something"
+    tuned, untuned = first.result.model.state_dict(), first.before.model.state_dict()
+    assert any(not torch.equal(tuned[k].double(), untuned[k].double()) for k in untuned), "fine-tuning moved something"
     assert len(first.result.history) == 3 and first.result.history[-1]["epoch"] == 3
 
 
@@ -63,6 +86,45 @@ def test_a_residual_network_is_pruned_too() -> None:
         pruned = run.prune(METHODS[name], small_resnet(), data, Config(keep_params=0.5, epochs=1, batch_size=32))
         assert pruned.result.sizes[0].params <= 0.5 * pruned.result.dense.params
         assert pruned.after is None and bool(pruned.result.model(data[0][:2]).isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["magnitude-l1", "magnitude-l2", "slimming"])
+def test_fine_tuning_is_by_the_dense_networks_recipe(name: str) -> None:
+    used: dict[str, Config] = {}
+
+    def train(verb: run.Verb, stage: str, model: nn.Module, data: Any, config: Config) -> Result:
+        used[stage] = config
+        return verb(model, data, config)
+
+    config = replace(SHORT, epochs=1, weight_decay=3e-3)
+    run.prune(find(name), small_cnn(), DIGITS.train.subset(range(128)), config, finetune_epochs=1, train=train)
+    first, second = used[run.TRAINED], used[run.FINETUNED]
+    assert second.weight_decay == 3e-3 and second.lr == run.FINETUNE_LR * config.lr and second.init == "given"
+    decay = {"magnitude-l1": 0.0, "magnitude-l2": SINGLE_SHRINKAGE}
+    assert first.weight_decay == decay.get(name, 3e-3), "a recipe of its own is for the first training only"
+
+
+def test_fine_tuning_in_a_table_has_the_dense_rows_weight_decay(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[float | None] = []
+
+    def prune(method: Method, model: nn.Module, data: Any, config: Config, **rest: Any) -> None:
+        handed.append(config.weight_decay)
+        raise DataError("enough is known")
+
+    monkeypatch.setattr(run, "prune", prune)
+    job = Job("small_cnn", "baseline", "weight", keep=0.5, baseline="magnitude-l1", finetune=1)
+    with pytest.raises(DataError, match="enough"):
+        Runner(DIGITS, device="cpu").run(job)
+    assert handed == [job.dense.config.resolved().weight_decay] and handed != [job.config.weight_decay]
+
+
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if vars(method)])
+def test_hyperparameters_are_checked_when_a_method_is_made(name: str) -> None:
+    method = METHODS[name]
+    for parameter in vars(method):
+        for bad in (-100.0, math.inf, math.nan):
+            with pytest.raises(ConfigError, match=f"{parameter} = {bad}"):
+                type(method)(**{parameter: bad})
 
 
 def test_mistakes_are_one_clear_line() -> None:
@@ -75,6 +137,8 @@ def test_mistakes_are_one_clear_line() -> None:
         run.prune(find("sfp"), small_cnn(), data, Config(keep_flops=1e-4, epochs=10**6))
     with pytest.raises(StructureError, match="budget cannot be met"):
         run.prune(find("magnitude-l1"), small_cnn(), data, Config(keep_params=1e-4, epochs=10**6))
+    with pytest.raises(ConfigError, match="prior = hoyer belongs to dllp itself: method sfp brings its own"):
+        run.prune(find("sfp"), small_cnn(), data, Config(keep_flops=0.5, epochs=10**6, prior="hoyer"))
     with pytest.raises(ConfigError, match="finetune_epochs = -1"):
         run.prune(find("random"), small_cnn(), data, Config(keep_flops=0.5), finetune_epochs=-1)
     scene = scene_of(small_cnn(), data[0][:2])

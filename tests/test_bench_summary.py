@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from dllp import distribution
 from dllp.bench import summary
 from dllp.bench.jobs import Job
 from dllp.bench.plans import Quoted, Row, Table, Variant
+from dllp.errors import ArtifactError
 
 
 def finished(job: Job, particles: list[float], ensemble: float, seconds: float, removed: float) -> dict[str, Any]:
@@ -100,3 +102,57 @@ def test_markdown_marks_what_is_quoted() -> None:
     assert len(quoted) == 1 and quoted[0].startswith("| *DLLP, quoted from the paper* | 55% |") and "92.76" in quoted[0]
     assert "| 88.00 ± 2.58 | 3.00 ± 2.24 | 94.00 | 0.120 | 0.060 | 8.80 | 9.40 | 40 | 2 |" in text
     assert "56.00% | the extracted network |" in text and "abacus" in text and "torch 2" in text
+
+
+# ---- kept weights of single-weight rows
+
+
+def weight_rows(monkeypatch: pytest.MonkeyPatch, *kept: list[np.ndarray]) -> tuple[Table, list[dict[str, Any]]]:
+    """A row of single weights: for every seed the kept weights of its particles, trained where no dip test was."""
+    job = Job("small_cnn", "dllp", "weight", 0.1)
+
+    def described(weights: np.ndarray) -> dict[str, Any]:
+        shape = distribution.describe(weights, fits=False)
+        assert shape is not None
+        return {"kept": asdict(shape), "sample": weights[:5000].tolist()}
+
+    lines = []
+    with monkeypatch.context() as patch:
+        patch.setattr(distribution, "diptest", None)
+        for seed, particles in enumerate(kept):
+            first, *others = map(described, particles)
+            found = {"whole": {"kept": first["kept"]}, "sample": first["sample"], "others": others}
+            line = finished(replace(job, seed=seed), [0.9] * len(particles), 0.9, 1, 0.9)
+            lines.append({**line, "distribution": found})
+    return Table("hand", "By hand", (Row("dllp-weight-90", job, (0, 1)),)), lines
+
+
+def test_weight_rows_tell_how_every_seeds_particles_are_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    gaussian = [random.normal(size=6000) for _ in range(3)]
+    cut = random.normal(size=20_000)
+    table, lines = weight_rows(monkeypatch, gaussian[:2], [gaussian[2], cut[np.abs(cut) > 1]])
+    del lines[0]["distribution"]["others"]  # as runs were written that looked at the first particle only
+    for line in lines:
+        summary.check(line, "here")
+    made = summary.summarise(table, lines, Variant())
+    (row,) = made["rows"]
+    shapes = row["shapes"]
+    assert (shapes["seeds"], shapes["particles"]) == ([0, 1, 1], [1, 1, 2])
+    assert shapes["near_zero"]["each"][2] == 0 and shapes["dip_p"]["each"][2] < 0.05 < min(shapes["dip_p"]["each"][:2])
+    for name in ("near_zero", "ks", "dip_p"):
+        assert shapes[name]["mean"] == pytest.approx(np.mean(shapes[name]["each"]))
+        assert shapes["reached"][name] == "missed by 1 of 3"
+    assert row["shape"]["dip_p"] == shapes["dip_p"]["each"][0] == pytest.approx(distribution.dip(gaussian[0][:5000])[1])
+    text = summary.markdown(table, made)
+    assert "| dllp-weight-90 | 3 of 4 particles | " in text and text.count(": missed by 1 of 3 |") == 3
+    alone = summary.markdown(table, summary.summarise(table, lines[:1], Variant()))
+    assert alone.count(": reached |") == 3
+    json.dumps(made, allow_nan=False)
+
+
+@pytest.mark.parametrize("damage", [{"sample": "much"}, {"whole": 3}, {"whole": {"kept": {"ks": 1}}}, {"others": [1]}])
+def test_a_damaged_distribution_is_told_by_its_run(monkeypatch: pytest.MonkeyPatch, damage: dict[str, Any]) -> None:
+    _, (line,) = weight_rows(monkeypatch, [np.random.default_rng(0).normal(size=100)])
+    with pytest.raises(ArtifactError, match=f"here, digest {line['digest']}: 'distribution' is damaged"):
+        summary.check({**line, "distribution": {**line["distribution"], **damage}}, "here")

@@ -33,6 +33,8 @@ def test_a_run_of_another_method_by_name(tmp_path: Path, capsys: pytest.CaptureF
         (["--method", "sfp", "--keep-flops", "0.0001"], ["cannot be reached"]),
         (["--finetune-epochs", "2"], ["finetune_epochs is for other methods"]),
         (["--method", "nothing"], ["there is no method 'nothing'"]),
+        (["--method", "slimming", "--keep-flops", "0.5", "--prior", "laplace"], ["prior = laplace", "leave out prior"]),
+        (["--method", "polarization", "--keep-flops", "0.5", "--polarization", "1.5"], ["its own regulariser"]),
     ):
         assert main(["prune", *options, "--out", str(tmp_path / "none")]) == 2
         one_line(capsys, *words)

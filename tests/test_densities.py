@@ -12,7 +12,7 @@ import pytest
 
 from dllp import analysis, distribution
 from dllp.bench import __main__ as bench
-from dllp.bench import densities, summary, tables
+from dllp.bench import densities, shapes, summary, tables
 from dllp.bench.jobs import Job, Runner
 from dllp.bench.plans import Row, Table, Variant
 from dllp.bench.store import Store
@@ -71,6 +71,8 @@ def test_both_figures_from_one_set_of_runs(tmp_path: Path, capsys: pytest.Captur
     assert set(again["rows"]["dllp-90"]["layers"]) == {"conv1", "conv2", "conv3"}
     lines = Store(tmp_path / "figure5").lines()
     assert [line["from"] for line in lines] == ["figure2", "figure2"], "the same runs, not trained again"
+    looked = {line["row"]: len(shapes.of_run(line)) for line in lines}
+    assert looked == {"l1-90": 1, "dllp-90": 2}, "every particle was looked at"
 
 
 def line_of(kept: np.ndarray, digest: str = "d") -> dict[str, Any]:
@@ -133,11 +135,11 @@ def test_published_figures_are_compared_with() -> None:
         return {"particles": [{"accuracy": 0.93 - drop / 100}], "ensemble": {"accuracy": 0.9}, "seed": 0}
 
     dense = [made("dense", 0.0)]
-    near = summary._verdict("published", 0.53, [made("ns", 0.9)], dense)
-    far = summary._verdict("published", 0.53, [made("ns", 1.9)], dense)
-    better = summary._verdict("published", 0.53, [made("ns", -1.0)], dense)
-    assert near["verdict"] == better["verdict"] == "within 0.5 points of it" and near["found"] == pytest.approx(0.9)
-    assert far["verdict"] == "1.37 points more"
+    drops = {0.9: "0.37 points worse, within 0.5", 0.33: "0.20 points better, within 0.5",
+             1.9: "1.37 points worse", -2.0: "2.53 points better"}  # fmt: skip
+    for drop, words in drops.items():
+        found = summary._verdict("published", 0.53, [made("ns", drop)], dense)
+        assert found["verdict"] == words and found["found"] == pytest.approx(drop)
 
 
 def test_a_tables_text_names_the_baseline(tmp_path: Path) -> None:

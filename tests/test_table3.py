@@ -64,7 +64,9 @@ def test_every_row_stands_with_its_seeds_and_targets() -> None:
     for job in jobs.values():
         assert (job.network, job.epochs, job.config.batch_size, job.augment) == ("resnet50", 60, 512, "resized-crop")
     assert jobs["dllp-channel-65.95"].config.particles == 2
-    assert not any(row.predictions != "none" or row.wanted for row in table.rows)
+    assert not any(row.predictions != "none" for row in table.rows)
+    wanted = {row.name: row.wanted for row in table.rows if row.wanted}
+    assert wanted == {"dllp-channel-65.95": (("drop", 1.5), ("gain", 0.0))}
     assert {row.method: (row.dense_acc, row.flops_removed, row.drop) for row in table.quoted} == {
         "NS": (76.15, 53, 1.27), "SSS": (76.12, 43, 4.30), "DCP": (76.01, 56, 1.06), "CCP": (76.15, 54, 0.94),
         "SFP": (76.15, 62.14, 14.01), "DLLP": (76.15, 65.95, 6.13),
@@ -97,6 +99,7 @@ def test_the_whole_table_on_pictures_in_memory(
     assert f"Measured on animals: 20 training examples of {SIDE}x{SIDE} in 2 classes." in text
     assert "*SFP, quoted from the paper*" in text and "on ImageNet at 224x224" in text
     assert "`dllp bench small3 --data FOLDER" in text
+    assert text.count(", 1 epochs of fine-tuning (before it ") == 2, "as many as the runs had, not the table's 30"
     assert json.loads((store.folder / "summary.json").read_text())["data"].startswith("animals: 20 ")
     assert main([*words[:2], *words[4:], "--list"]) == 0, "what is finished can be listed without the data"
     assert "4 of 4 jobs are finished" in capsys.readouterr().out

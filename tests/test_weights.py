@@ -136,9 +136,12 @@ def test_files_of_strangers_run_nothing_and_take_no_more_than_they_have(
 
     refused("is no file")
     torch.save({"0.weight": Trap()}, path)
-    refused("cannot be read as weights alone")
+    refused(r"cannot be read as weights alone, it holds Python objects \(io.open\)")
     torch.save(network(), path)
-    refused("cannot be read as weights alone")
+    refused(
+        r"a.pt cannot be read as weights alone, it holds Python objects \(torch.nn.modules.\w+.\w+ and \d+ more\), "
+        r"as a whole module does: save model.state_dict\(\), best as .safetensors$"
+    )
     path.write_bytes(pickle.dumps(Trap()))
     refused("is no file of torch.save")
     torch.save(state(network()), path)
@@ -150,6 +153,10 @@ def test_files_of_strangers_run_nothing_and_take_no_more_than_they_have(
         for name in old.namelist():
             new.writestr(name, old.read(name))
     refused("packed or too large part")
+    with zipfile.ZipFile(io.BytesIO(whole)) as old, zipfile.ZipFile(path, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, b"garbage" if name.endswith(".pkl") else old.read(name))
+    refused(r"cannot be read as weights alone, it is damaged: save model.state_dict\(\), best as .safetensors$")
     path.write_bytes(whole)
     monkeypatch.setenv(reading.CAP_VARIABLE, "100")
     refused("more than the 100")

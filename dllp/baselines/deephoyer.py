@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dllp.baselines.protocol import Method, Published, Scene, penalty
+from dllp.baselines.protocol import Method, Published, Scene, not_negative, penalty
 from dllp.priors import PRIORS
 from dllp.train import Trainer
 
@@ -31,6 +31,9 @@ class DeepHoyer(Method):
     year = 2020
     published = (Published("resnet56", 48, 0.26),)
     strength: float = 1e-3
+
+    def __post_init__(self) -> None:
+        not_negative(strength=self.strength)
 
     def start(self, trainer: Trainer, scene: Scene) -> None:
         trainer.penalty = penalty(scene.filters, PRIORS["hoyer"], self.strength, 1.0)

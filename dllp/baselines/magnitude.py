@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from dllp.baselines.protocol import Method, Scene, penalty
+from dllp.baselines.protocol import Method, Scene, not_negative, penalty
 from dllp.config import Config
 from dllp.priors import PRIORS
 from dllp.train import Trainer
@@ -32,6 +32,9 @@ class MagnitudeL2(Method):
     granularity = "weight"
     decay: float = SINGLE_SHRINKAGE
 
+    def __post_init__(self) -> None:
+        not_negative(decay=self.decay)
+
     def settings(self, config: Config) -> Config:
         return replace(config, weight_decay=self.decay)
 
@@ -47,6 +50,10 @@ class MagnitudeL1(MagnitudeL2):
     title = "magnitude, l1-regularised"
     decay: float = 0.0
     strength: float = 1e-5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        not_negative(strength=self.strength)
 
     def start(self, trainer: Trainer, scene: Scene) -> None:
         trainer.penalty = penalty(scene.gating.scales, PRIORS["laplace"], self.strength, 1.0)

@@ -29,5 +29,9 @@ class Polarization(Slimming):
     strength: float = 1e-4
     t: float = 1.2
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        PRIORS["polarization"].check(self.t, 1.0)
+
     def start(self, trainer: Trainer, scene: Scene) -> None:
         trainer.penalty = penalty(scene.gating.scales, PRIORS["polarization"], self.strength, self.t, 1.0)

@@ -6,10 +6,11 @@ methods and not of harnesses.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +116,16 @@ class Method:
     def repair(self, small: nn.Module, recipe: Recipe, scene: Scene) -> None:
         """Mend the cut network in place; `recipe` says what it kept of the scene's."""
 
+    def refuse_priors(self, given: Mapping[str, Any]) -> None:
+        """Raise where a setting of DLLP's prior departs from its default: it would change nothing here."""
+        for name in ("prior", "prior_scale", "polarization"):
+            default = getattr(Config, name)
+            if given.get(name, default) != default:
+                raise ConfigError(
+                    f"{name} = {given[name]} belongs to dllp itself: method {self.name} brings its own regulariser, "
+                    f"leave out {name}"
+                )
+
     @property
     def trains(self) -> bool:
         """Whether its first training differs from that of a dense network."""
@@ -122,11 +133,17 @@ class Method:
         return own != (Method.settings, Method.start, Method.step)
 
 
+def not_negative(**values: float) -> None:
+    """Raise, by its name, for a hyperparameter that is negative or not finite."""
+    for name, value in values.items():
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"{name} = {value}: a finite number that is not negative is needed")
+
+
 def penalty(scales: Scales, prior: Prior, strength: float, *parameters: float) -> Callable[[Tensor], Tensor]:
     """(n, P) rows -> (n, P): gradient of -strength * log prior of the units' scales, for `trainer.penalty`."""
     prior.check(*parameters)
-    if not 0 <= strength < float("inf"):
-        raise ConfigError(f"strength = {strength}: it must not be negative")
+    not_negative(strength=strength)
     at = scales.coordinates
 
     def gradient(rows: Tensor) -> Tensor:

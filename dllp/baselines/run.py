@@ -63,7 +63,7 @@ def prune(
 
     Args:
         config: The dense network's recipe with a budget, `keep_flops` or `keep_params`.
-        finetune_epochs: Epochs after the cut, at `finetune_lr` times the learning rate.
+        finetune_epochs: Epochs after the cut by the dense network's recipe, at `finetune_lr` times the learning rate.
         filter_fn: As for :func:`dllp.prune`.
         trained: A network trained by this recipe already, for a method that needs no training of its own.
         train: Runs each of the two trainings, for whoever keeps checkpoints of them.
@@ -72,7 +72,9 @@ def prune(
         raise ConfigError(f"finetune_epochs = {finetune_epochs}: it must not be negative")
     if config.keep_flops is None and config.keep_params is None:
         raise ConfigError(f"{method.name} needs a budget: give keep_flops or keep_params, for example 0.45")
-    config = method.settings(replace(config, granularity=method.granularity, particles=1).resolved())
+    method.refuse_priors(vars(config))
+    recipe = replace(config, granularity=method.granularity, particles=1).resolved()
+    config = method.settings(recipe)
     batches, example, structure = prepare(model, data, config, filter_fn)
     scenes = _Scenes(method, model, structure, config, filter_fn)
     scenes.at(Particles.start(model, config, torch.device("cpu")))  # a budget out of reach is told before any training
@@ -84,7 +86,7 @@ def prune(
     before = _cut(method, scene, scores, trained, example)
     if not finetune_epochs:
         return Pruned(before, None)
-    tuning = replace(config, epochs=finetune_epochs, lr=finetune_lr * config.lr, init="given", warmup=0.0)
+    tuning = replace(recipe, epochs=finetune_epochs, lr=finetune_lr * recipe.lr, init="given", warmup=0.0)
     slab = before.slabs[0]
     verb = holding(slab.gated) if slab.gated else in_lanes(slab.reference, structure, before.gates["keep"][0])
     tuned = train(verb, FINETUNED, slab.network, data, tuning)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dllp.baselines.protocol import Method, Published, Scene, penalty
+from dllp.baselines.protocol import Method, Published, Scene, not_negative, penalty
 from dllp.priors import PRIORS
 from dllp.train import Trainer
 
@@ -27,6 +27,9 @@ class Slimming(Method):
     year = 2017
     published = (Published("resnet56", 48, 0.53),)
     strength: float = 1e-4
+
+    def __post_init__(self) -> None:
+        not_negative(strength=self.strength)
 
     def start(self, trainer: Trainer, scene: Scene) -> None:
         trainer.penalty = penalty(scene.gating.scales, PRIORS["laplace"], self.strength, 1.0)

@@ -6,7 +6,8 @@ own behind it would be one with it; a unit without a norm has its filters' root 
 The paper's accelerated form carries momentum through the threshold; a threshold outside the momentum buffer needs
 1 / (1 - momentum) times its size for the same pull. Score = |s|.
 Hyperparameters: `strength`; the paper searches it for each network.
-Published: nothing on the networks of the DLLP paper's tables.
+Published: ResNet-50 on ImageNet, 4.30 points lost at 43% fewer FLOPs (as quoted by the DLLP paper's Table 3); nothing
+on the CIFAR-10 networks of its other tables.
 """
 
 from __future__ import annotations

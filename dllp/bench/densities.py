@@ -16,12 +16,10 @@ import numpy as np
 from dllp import analysis, distribution
 from dllp.bench import pictures
 from dllp.bench.plans import Table, Variant
+from dllp.bench.shapes import DIP_P, DISTANCE, RATIO, completed, damaged, reached
 from dllp.bench.store import Store
 from dllp.bench.summary import Lines, made_by, provenance
-from dllp.errors import ArtifactError
 
-RATIO, DIP_P, DISTANCE = (0.75, 1.3), 0.05, 0.05
-"""What a slab should have that lost nothing: near-zero ratio, p-value of one mode, distance to its Gaussian."""
 SHOWN = {"reference": "before", "l1": "kept", "l2": "kept", "dllp": "kept"}
 """The part of a row's weights that Figure 2 shows, by the beginning of the row's name."""
 FIGURES = ("count", "near_zero", "kurtosis", "ks", "dip_p", "wasserstein")
@@ -46,18 +44,14 @@ def _row(name: str, line: Mapping[str, Any], store: Store) -> dict[str, Any]:
     try:
         return _shown(name, line)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        way = "remove the line, and its job runs again"
-        raise ArtifactError(
-            f"{store.runs}, digest {line['digest']}: 'distribution' is damaged ({error}): {way}"
-        ) from None
+        raise damaged(line, store.runs, error) from None
 
 
 def _shown(name: str, line: Mapping[str, Any]) -> dict[str, Any]:
     found = line["distribution"]
     part = SHOWN[name.split("-")[0]]
     shape = dict(found[analysis.WHOLE][part] or {})
-    if part == "kept" and shape.get("dip_p") is None and distribution.diptest is not None:
-        shape["dip"], shape["dip_p"] = distribution.dip(found["sample"])
+    shape = completed(shape, found["sample"]) if part == "kept" and shape else shape
     row = {
         "part": part,
         "removed": 1 - line["params"][0] / line["dense_params"],
@@ -68,11 +62,7 @@ def _shown(name: str, line: Mapping[str, Any]) -> dict[str, Any]:
         "densities": found["densities"],
     }
     if name.startswith("dllp") and shape:
-        row["reached"] = {
-            "near_zero": RATIO[0] <= shape["near_zero"] <= RATIO[1],
-            "dip_p": None if shape["dip_p"] is None else shape["dip_p"] > DIP_P,
-            "ks": shape["ks"] <= DISTANCE,
-        }
+        row["reached"] = reached(shape)
     return row
 
 

@@ -219,6 +219,7 @@ class Runner:
 
     def _baseline(self, job: Job, train: Split, config: Config) -> Trained:
         """Another method by the dense network's recipe, then its fine-tuning."""
+        config = replace(config, weight_decay=job.dense.config.resolved().weight_decay)  # not that of DLLP's weights
 
         def watched(verb: baseline.Verb, stage: str, model: nn.Module, data: Any, config: Config) -> Result:
             return verb(model, data, config, **self.watch)

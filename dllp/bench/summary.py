@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from dllp.baselines import find as find_baseline
+from dllp.bench import shapes
 from dllp.bench.plans import Quoted, Row, Table, Variant
 from dllp.bench.store import Store
 from dllp.errors import ArtifactError
@@ -20,7 +21,7 @@ Lines = Sequence[dict[str, Any]]
 UNITS = {"acc, drop, gain, flops_removed, params_kept, ece": "percent", "nll": "nats", "train_seconds": "seconds"}
 VERSIONS = ("dllp", "torch", "python")
 STRAW = 0.5
-"""A baseline that loses so many points more than its paper states is none: the table says by how much."""
+"""A baseline within so many points of what its paper states, to either side, counts as reproduced."""
 METHODS = {
     "dense": "dense",
     "dllp": "DLLP",
@@ -58,9 +59,10 @@ def check(line: dict[str, Any], place: object) -> None:
         raise ArtifactError(f"{place}, digest {line['digest']}: 'before' is of the wrong kind")
     if "data" in line and not is_data(line["data"]):
         raise ArtifactError(f"{place}, digest {line['digest']}: 'data' is of the wrong kind")
-    for name in ("processes", "pretrain"):
+    for name in ("processes", "pretrain", "finetune"):
         if type(line.get(name, 0)) is not int:
             raise ArtifactError(f"{place}, digest {line['digest']}: {name!r} is no whole number")
+    shapes.of_run(line, place)
 
 
 def _number(value: Any) -> bool:
@@ -152,9 +154,10 @@ def summarise_row(row: Row, lines: Lines, dense: Lines, wanted: Sequence[tuple[s
         "acc_mean": acc,
         "acc_std": statistics.stdev(accuracies) if len(accuracies) > 1 else None,
         "before_acc_mean": _mean([100 * line["before"]["accuracy"] for line in lines if "before" in line]),
-        "finetune_epochs": job.finetune,
+        "finetune_epochs": first.get("finetune", 0),
         "pretrain_epochs": first.get("pretrain", 0),
-        "shape": _shape(first),
+        "shape": next(iter(shapes.of_run(first)), None),
+        "shapes": shapes.of_row(lines),
         "drop_mean": None if dense_acc is None else dense_acc - acc,
         "drop_se": _both(_error(_accuracies(lines)), _error(_accuracies(dense))) if job.method != "dense" else None,
         "flops_removed_mean": 100 * statistics.fmean(value for line in lines for value in line["flops_removed"]),
@@ -172,13 +175,6 @@ def summarise_row(row: Row, lines: Lines, dense: Lines, wanted: Sequence[tuple[s
     }
 
 
-def _shape(line: dict[str, Any]) -> Any:
-    """How the kept weights of the first particle are distributed, layers standardised; None where nobody looked."""
-    found = line.get("distribution")
-    whole = found.get("whole") if isinstance(found, dict) else None
-    return whole.get("kept") if isinstance(whole, dict) else None
-
-
 def _verdict(name: str, wanted: float, lines: Lines, dense: Lines) -> dict[str, Any]:
     """Whether a figure reaches what was wanted, or misses it by less than its own standard error."""
     reference, ensembles = _accuracies(dense), [100 * line["ensemble"]["accuracy"] for line in lines]
@@ -190,7 +186,8 @@ def _verdict(name: str, wanted: float, lines: Lines, dense: Lines) -> dict[str, 
         value, error = value - statistics.fmean(reference), _both(error, _error(reference))
     if name == "published":
         apart = -value - wanted
-        verdict = f"within {STRAW} points of it" if apart <= STRAW else f"{apart:.2f} points more"
+        verdict = f"{abs(apart):.2f} points {'worse' if apart > 0 else 'better'}"
+        verdict += f", within {STRAW}" if abs(apart) <= STRAW else ""
         return {"figure": name, "wanted": wanted, "found": -value, "standard_error": error, "verdict": verdict}
     short = value + wanted if name == "drop" else value - wanted  # below zero by what is missing
     if short >= 0:
@@ -235,6 +232,7 @@ def markdown(table: Table, summary: dict[str, Any]) -> str:
         heading = f"{network}, {epochs} epochs" + (f", dense accuracy {_dense(rows)}" if _dense(rows) else "")
         body = [_line(_measured(row)) for row in rows] + [_line(_printed(row)) for row in quoted]
         parts.append("\n".join([f"{heading}:\n", HEADER, *body]))
+    parts += shapes.markdown(summary["rows"])
     if not table.data and "data" in summary:
         parts.append(f"Measured on {summary['data']}.")
     parts += [EXPLANATION, *filter(None, [table.note]), made_by(summary)]
