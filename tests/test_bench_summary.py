@@ -85,6 +85,8 @@ def test_one_run_has_no_spread_and_no_dense_row_no_drop() -> None:
     made = summary.summarise(table, lines[:1], Variant())
     assert [row["name"] for row in made["rows"]] == ["dense"] and made["rows"][0]["acc_std"] is None
     assert made["command"] == "dllp bench hand --seeds 0 --precision float32"
+    unfinished = summary.summarise(table, lines[:3], Variant())
+    assert unfinished["command"] == "dllp bench hand --precision float32", "the second row lacks a seed"
     alone = summary.summarise(table, lines[2:3], Variant())
     (row,) = alone["rows"]
     assert (row["dense_acc_mean"], row["drop_mean"], row["drop_se"]) == (None, None, None)

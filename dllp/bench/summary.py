@@ -202,8 +202,9 @@ def _command(table: Table, rows: Lines, used: Lines, variant: Variant) -> str:
     """What makes the whole table again; every line of runs.jsonl has the command that made it."""
     words = ["dllp", "bench", table.name, *([] if table.data else ["--data", "FOLDER"])]
     own = {row.name: list(row.seeds) for row in table.rows}
-    if any(row["seeds"] != own[row["name"]] for row in rows):
-        words += ["--seeds", *map(str, sorted({seed for row in rows for seed in row["seeds"]}))]
+    found = {tuple(row["seeds"]) for row in rows}
+    if len(found) == 1 and any(row["seeds"] != own[row["name"]] for row in rows):  # otherwise some rows are unfinished
+        words += ["--seeds", *map(str, *found)]
     precisions = {line["config"]["precision"] for line in used}
     words += ["--precision", *precisions] if len(precisions) == 1 else []
     words += ["--epochs", str(variant.epochs)] if variant.epochs else []
