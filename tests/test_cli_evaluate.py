@@ -68,6 +68,19 @@ def test_bad_evaluations_are_one_line(run: Path, tmp_path: Path, capsys: Capture
     assert not (tmp_path / "no.json").exists()
 
 
+def test_the_own_data_is_known_by_any_path(
+    own_photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--epochs", "1", "--image-size", "8", "--keep-flops", "0.5", "--no-dense", "--quiet", "--out", "run"]
+    assert main(["prune", "--data", own_photographs.name, "--augment", "none", *words]) == 0
+    capsys.readouterr()
+    (tmp_path / "link").symlink_to(own_photographs)
+    for name in (f"./{own_photographs.name}", "link"):
+        assert main(["evaluate", "run", "--ood", name]) == 2
+        one_line(capsys, f"--ood {name}: that is the data of the evaluation itself")
+
+
 def test_classes_that_are_not_there_cannot_be_left_out(tmp_path: Path, capsys: Capture) -> None:
     assert main(["prune", *FAST, "--leave-out", "ten", "--out", str(tmp_path / "run")]) == 2
     one_line(capsys, "no class 'ten'")
