@@ -294,6 +294,7 @@ def network_bytes(folder: Path, particle: int) -> int:
 
 def check_free(folder: Path, overwrite: bool = False) -> None:
     """Raise unless a run may be written there; only a run folder or an empty one is ever replaced."""
+    reading.check_name(folder, ArtifactError)
     if not folder.exists():
         return
     if not folder.is_dir():

@@ -53,7 +53,7 @@ def test_bad_evaluations_are_one_line(run: Path, tmp_path: Path, capsys: Capture
         (["--ood", "left-out"], "left no class out"),
         (["--ood", str(empty)], "holds no image"),
         (["--corrupt", "fog"], "unknown corruption 'fog'"),
-        (["--subset", "0"], "is empty"),
+        (["--subset", "0"], "a share of the examples in (0, 1]"),
         (["--gate-draws", "0"], "at least one draw"),
     ):
         assert main(["evaluate", str(run), *words, "--json", str(tmp_path / "no.json")]) == 2, words
