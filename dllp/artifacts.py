@@ -14,10 +14,12 @@ import contextlib
 import json
 import os
 import shutil
+import stat
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -44,20 +46,48 @@ _DTYPES = {
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Write a file so that it is there whole or not at all; a link stays, and the file that it leads to is written.
+
+    A pipe or a device is no file that could be replaced: the content goes into it.
+    """
+    temporary: Path | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        stream = _open_stream(path)
+        if stream is not None:
+            with stream:
+                stream.write(content)
+            return
+        target = Path(os.path.realpath(path)) if path.is_symlink() else path
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        target.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as handle:
             handle.write(content)
             handle.flush()
             os.fsync(handle.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except OSError as error:
-        with contextlib.suppress(OSError):  # the folder itself may be what is missing
-            temporary.unlink()
+        if temporary is not None:
+            with contextlib.suppress(OSError):  # the folder itself may be what is missing
+                temporary.unlink()
         reason = "Not a directory" if isinstance(error, FileExistsError) else error.strerror
         raise ArtifactError(f"cannot write {path}: {reason}; free some space or choose another folder") from None
+
+
+def _open_stream(path: Path) -> BinaryIO | None:
+    """What stands at `path` where it is a pipe, a device, or what our own output goes to; None where a file belongs."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    for own in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or replaced by something without one
+            descriptor = own.fileno()
+            if os.path.samestat(found, os.fstat(descriptor)):
+                own.flush()  # opened anew, a file would be written from its start, over lines that are in it
+                return os.fdopen(os.dup(descriptor), "wb")
+    if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode):
+        return None
+    return os.fdopen(os.open(path, os.O_WRONLY), "wb")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -68,6 +98,14 @@ def write_json(path: Path, value: Any) -> None:
 def member(folder: Path, name: str) -> Path:
     """A file of a run folder; a link that leads out of the folder is an error."""
     return reading.contained(folder, folder / name)
+
+
+def place(folder: Path, name: str) -> Path:
+    """The same for a file to be written, which someone else may have put there as a pipe."""
+    path = member(folder, name)
+    if path.exists() and not path.is_file():
+        raise ArtifactError(f"cannot write {path}: it is no regular file; remove it")
+    return path
 
 
 def read_json(path: Path) -> Any:
@@ -256,6 +294,7 @@ def network_bytes(folder: Path, particle: int) -> int:
 
 def check_free(folder: Path, overwrite: bool = False) -> None:
     """Raise unless a run may be written there; only a run folder or an empty one is ever replaced."""
+    reading.check_name(folder, ArtifactError)
     if not folder.exists():
         return
     if not folder.is_dir():

@@ -17,6 +17,7 @@ from dllp.bench.launch import KEPT
 from dllp.data import ArrayData
 from dllp.data.corruptions import parse as parse_corruption
 from dllp.data.ood import find as find_outside
+from dllp.data.ood import same as same_data
 from dllp.devices import find_device
 from dllp.errors import ConfigError, DllpError, Interrupted
 from dllp.ranks import number
@@ -107,7 +108,7 @@ def _evaluate(given: dict[str, Any]) -> None:
 
 
 def _outside(name: str, task: Task, test: ArrayData, left_out: ArrayData | None) -> ArrayData:
-    if name == task.data:
+    if same_data(name, task.data):
         raise ConfigError(f"--ood {name}: that is the data of the evaluation itself, choose another")
     return find_outside(name, test, left_out=left_out, root=task.data_root)
 

@@ -227,14 +227,6 @@ def _ask(posterior: Posterior, data: ArrayData, device: torch.device | str) -> t
     posterior.to(device)
     try:
         parts = [posterior.answers(x) for x in data.parts()]
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        shape = tuple(data.x.shape[1:])
-        raise DataError(
-            f"the network cannot take inputs of shape {shape} ({reason}): give data as in training"
-        ) from None
     finally:
         posterior.to("cpu")
     if not parts:

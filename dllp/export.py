@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import logging
-import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -142,11 +142,8 @@ def export(
     single = ("logits" if result.config.task == "classification" else "output", *(["noise"] if _head(result) else []))
     outputs = TOGETHER if particle is None else single
     example = inputs(2, shape, uint8)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / f"model.{format}"
-        write(network, file, example, outputs, format)
-        difference = _check(reference, file, shape, uint8, format)
-        content = file.read_bytes()
+    content = packed(trace(network, example), outputs, format)
+    difference = _check(reference, content, shape, uint8, format)
     artifacts.write_bytes(path, content)
     runtime = "onnxruntime" if format == "onnx" else "torch.export"
     return Exported(path, format, len(content), outputs, difference, runtime)
@@ -214,12 +211,19 @@ def trace(network: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
 
 def save(program: torch.export.ExportedProgram, path: Path, outputs: tuple[str, ...], format: Format) -> None:
     """Write a graph as ONNX or pt2."""
+    artifacts.write_bytes(path, packed(program, outputs, format))
+
+
+def packed(program: torch.export.ExportedProgram, outputs: tuple[str, ...], format: Format) -> bytes:
+    """A graph as the content of an ONNX or pt2 file; PyTorch's own writing of files aborts on a full disk."""
     with _quiet(), _one_line():
         if format == "pt2":
-            torch.export.save(program, path)
-            return
+            buffer = io.BytesIO()
+            torch.export.save(program, buffer)
+            return buffer.getvalue()
         options: dict[str, Any] = dict(input_names=[INPUT], output_names=list(outputs), dynamic_shapes=_any_batch())
-        torch.onnx.export(program, (), path, dynamo=True, external_data=False, verbose=False, **options)
+        done = torch.onnx.export(program, (), dynamo=True, external_data=False, verbose=False, **options)
+        return cast(torch.onnx.ONNXProgram, done).model_proto.SerializeToString()
 
 
 def _any_batch() -> tuple[dict[int, Any]]:
@@ -231,6 +235,8 @@ def _one_line() -> Iterator[None]:
     """Whatever the exporter raises about the user's network, one line says what."""
     try:
         yield
+    except OSError as error:  # not the network's fault
+        raise ExportError(f"the exporter cannot write: {error.strerror or error}; free some space") from error
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = f"{type(error).__name__}: {lines[0] if lines else ''}"
@@ -255,9 +261,9 @@ def _quiet() -> Iterator[None]:
         logger.removeFilter(other)
 
 
-def _check(reference: nn.Module, path: Path, shape: tuple[int, ...], uint8: bool, format: Format) -> float:
+def _check(reference: nn.Module, content: bytes, shape: tuple[int, ...], uint8: bool, format: Format) -> float:
     """Largest absolute difference between a file's answers and PyTorch's, for several batch sizes."""
-    answer = _onnx_answers(path) if format == "onnx" else _pt2_answers(path)
+    answer = _onnx_answers(content) if format == "onnx" else _pt2_answers(content)
     worst = 0.0
     for batch in BATCHES:
         x = inputs(batch, shape, uint8)
@@ -275,18 +281,18 @@ def _check(reference: nn.Module, path: Path, shape: tuple[int, ...], uint8: bool
     return worst
 
 
-def _onnx_answers(path: Path) -> Any:
+def _onnx_answers(content: bytes) -> Any:
     import onnx
     import onnxruntime
 
-    onnx.checker.check_model(str(path), full_check=True)
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    onnx.checker.check_model(content, full_check=True)
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
     return lambda x: [torch.from_numpy(y) for y in session.run(None, {INPUT: x.numpy()})]
 
 
-def _pt2_answers(path: Path) -> Any:
+def _pt2_answers(content: bytes) -> Any:
     with _quiet():
-        network = torch.export.load(path).module()
+        network = torch.export.load(io.BytesIO(content)).module()
 
     def answer(x: Tensor) -> tuple[Tensor, ...]:
         with torch.no_grad():

@@ -9,6 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from dllp import objective
+from dllp.errors import ConfigError, DataError
+from dllp.tracing import first_line
+
+UNFIT = (RuntimeError, NotImplementedError, ValueError, IndexError)
+"""What a forward pass raises about inputs that do not fit; a subclass, such as for memory, is about something else."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +70,14 @@ class Posterior:
     def answers(self, x: Tensor, batch_size: int = 512) -> tuple[Tensor, Tensor]:
         """(B, ...) inputs -> (n, B, C) probabilities (regression: outputs) and (n, B) noise 1/d^2, on the CPU.
 
-        One forward pass of each member over the inputs, wherever it lives.
+        One forward pass of each member over the inputs, wherever it lives. Inputs that are not finite or that the
+        networks cannot take are a DataError.
         """
+        _check_inputs(x, batch_size)
         predictions, noises = [], []
         for network, constant in zip(self.networks, self.noise.float().cpu(), strict=True):
             device = next(network.parameters()).device
-            parts = [network(part.to(device)).float().flatten(1).cpu() for part in x.split(batch_size)]
+            parts = [_forward(network, part.to(device)).float().flatten(1).cpu() for part in x.split(batch_size)]
             outputs, noise = torch.cat(parts), constant.expand(len(x))
             if self.head:
                 outputs, log_d = objective.split_noise(outputs)
@@ -115,3 +122,46 @@ def decompose(members: Tensor) -> Prediction:
 def _entropy(p: Tensor) -> Tensor:
     """(..., C) -> (...) in nats, with 0 log 0 = 0."""
     return torch.special.entr(p).sum(-1)
+
+
+# ---- inputs that a user gives
+
+
+def _check_inputs(x: object, batch_size: object) -> None:
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ConfigError(f"batch_size = {batch_size}: a positive whole number is needed")
+    if not isinstance(x, Tensor):
+        raise DataError(f"inputs of type {type(x).__name__}: give a tensor of (examples, ...), see torch.as_tensor")
+    if not x.ndim:
+        raise DataError("inputs without dimensions: give a tensor of (examples, ...)")
+    if not x.is_floating_point():
+        return
+    for start, part in zip(range(0, len(x), batch_size), x.split(batch_size), strict=False):
+        finite = part.isfinite()
+        if not bool(finite.all()):
+            bad = start + int((~finite.reshape(len(part), -1).all(1)).nonzero()[0])
+            raise DataError(f"NaN or infinity in the inputs, first in example {bad}: clean them before predicting")
+
+
+def _forward(network: nn.Module, x: Tensor) -> Tensor:
+    """(B, ...) -> (B, ...); a mistake that shows in the network only is told with what its first layer takes."""
+    try:
+        outputs = network(x)
+    except UNFIT as error:
+        if type(error) not in UNFIT:
+            raise
+        raise DataError(f"{_mismatch(network, x)} ({first_line(error)})") from error
+    if len(outputs) != len(x):
+        raise DataError(f"{_mismatch(network, x)} ({len(outputs)} outputs for {len(x)} inputs)")
+    return outputs
+
+
+def _mismatch(network: nn.Module, x: Tensor) -> str:
+    given = f"the network cannot take inputs of shape {tuple(x.shape)} and {x.dtype}"
+    for layer in network.modules():
+        if isinstance(layer, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            convolution = not isinstance(layer, nn.Linear)
+            wanted = (layer.in_channels, *("...",) * len(layer.kernel_size)) if convolution else (layer.in_features,)
+            shape = ", ".join(map(str, ("batch", *wanted)))
+            return f"{given}: its first layer takes {layer.weight.dtype} of ({shape}), normalised as for training"
+    return f"{given}: give them as for training"

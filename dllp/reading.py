@@ -42,6 +42,16 @@ def cap() -> int:
     return int(text)
 
 
+def check_name(name: str | os.PathLike[str], kind: type[DllpError] = ConfigError) -> None:
+    """Raise where a name from the user is not UTF-8: settings files and safetensors could not be read back by it."""
+    text = os.fspath(name)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        shown = text.encode(errors="backslashreplace").decode().replace(r"\udc", r"\x")  # Python's mark for such bytes
+        raise kind(f"the name {shown} is not UTF-8: rename it, or choose another") from None
+
+
 def open_plain(path: Path, kind: type[DllpError] = ArtifactError) -> BinaryIO:
     """Open a regular file; a pipe or a device, which may never end, is an error."""
     return os.fdopen(_opened(path, kind)[0], "rb")

@@ -36,7 +36,7 @@ def write(given: dict[str, Any]) -> None:
             runs.append(_completed(run, given, tell) if alone else run)
         tell("drawing")
         page = report.build(runs)
-    path = Path(given.get("out") or (folders[0] / artifacts.PAGE if alone else artifacts.PAGE))
+    path = Path(given.get("out") or (artifacts.place(folders[0], artifacts.PAGE) if alone else artifacts.PAGE))
     artifacts.write_bytes(path, page)
     if not given.get("quiet"):
         print(f"{path}: {len(page):,} bytes, opens in any browser")
@@ -44,9 +44,9 @@ def write(given: dict[str, Any]) -> None:
 
 def keep_corruptions(folder: Path, task: Task, rows: Sequence[evaluate.Row]) -> None:
     """Leave what was measured under corruption in the run's folder, beside what was measured there before."""
-    path = folder / artifacts.CORRUPTIONS
     new = [row for row in rows if row.data != evaluate.CLEAN]
     try:
+        path = artifacts.place(folder, artifacts.CORRUPTIONS)
         versions = {row.data for row in new}
         old = [row for row in contents.rows(path) if row.data not in versions]
         pruning.write_rows(path, task, [*old, *new])

@@ -63,7 +63,7 @@ def speed(given: dict[str, Any]) -> None:
         progress.show_speed(rows, layers, f"{given['folder']}: particle {given.get('particle', 1)} against dense")
     if given.get("particle", 1) == 1:  # the one that the report speaks of
         try:
-            artifacts.write_json(Path(given["folder"]) / artifacts.SPEED, report)
+            artifacts.write_json(artifacts.place(Path(given["folder"]), artifacts.SPEED), report)
         except ArtifactError as error:
             pruning.warn(f"{error}; the report will not show these times")
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from dllp import artifacts, zoo
+from dllp import artifacts, reading, zoo
 from dllp.baselines import find as find_method
 from dllp.config import Config
 from dllp.data import ArrayData, Dataset, stratified
@@ -93,6 +93,8 @@ class Task:
         names = ("image_size", "augment", "validation", "workers", "max_bad")
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
         data = load_data(self.data, root=self.data_root, seed=seed, progress=progress, tell=tell, **options)
+        if not self.is_code:
+            zoo.check_images(self.model, data.train.shape[1:])
         if self.leave_out:
             data = without(data, tuple(name.strip() for name in self.leave_out.split(",")))
         return replace(data, test=data.validation) if self.validation and data.validation is not None else data
@@ -101,7 +103,11 @@ class Task:
         """The same, its folders by absolute paths: it can be read from anywhere."""
         found = {name: getattr(self, name) for name in ("data", "data_root")}
         paths = {name: str(Path(p).resolve()) for name, p in found.items() if p and Path(p).is_dir()}
-        return replace(self, **paths, weights=self.weights and str(Path(self.weights).resolve()))
+        if self.weights:
+            paths["weights"] = str(Path(self.weights).resolve())
+        for path in paths.values():
+            reading.check_name(path)  # the current folder may be what cannot be written down
+        return replace(self, **paths)
 
     def config(self, values: Mapping[str, Any], data: Dataset | None = None) -> Config:
         """Defaults, what suits the data, the preset, what the user gave: the later wins."""
@@ -225,7 +231,9 @@ def as_trained(data: Dataset, known: Mapping[str, Any]) -> ArrayData:
 
 def subset(data: ArrayData, fraction: float, seed: int) -> ArrayData:
     """A random fraction of the examples, each class in proportion."""
-    count = round(fraction * len(data)) if 0 < fraction <= 1 else 0
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"subset = {fraction:g}: a share of the examples in (0, 1] is needed, such as 0.2")
+    count = round(fraction * len(data))
     if not count:
         raise DataError(f"a subset of {fraction} of {len(data)} examples is empty: give a larger fraction, up to 1")
     return data.subset(stratified(data.y.cpu(), count, seed))

@@ -1,8 +1,10 @@
 """What every test shares: one thread a process, one seed, no clock in property tests, runs and images to look at."""
 
 import os
+import resource
 import shutil
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,3 +95,11 @@ def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     from tests.commands import settle
 
     return settle(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def limited() -> Iterator[Callable[[int], None]]:
+    """What limits the bytes of every file that is written from then on, as a full disk would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)

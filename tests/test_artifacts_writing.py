@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -78,4 +79,10 @@ def test_save_replaces_a_run_when_asked_and_nothing_else(saved_run: tuple[dllp.R
 def test_values_that_json_cannot_hold(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         artifacts.write_json(tmp_path / "nan.json", float("nan"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_could_not_be_read_back_is_refused(saved_run: tuple[dllp.Result, Path], tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"bad\\xff is not UTF-8"):
+        saved_run[0].save(tmp_path / os.fsdecode(b"bad\xff"))
     assert not list(tmp_path.iterdir())

@@ -114,6 +114,20 @@ def test_arrays(tmp_path):
         data.load("cifar10", root=tmp_path)
 
 
+def test_labels_that_are_no_integers_are_not_cut_to_them(tmp_path):
+    images = PIXELS.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    for part, where in (("train", slice(0, 5 * PER_FILE)), ("test", slice(5 * PER_FILE, None))):
+        np.save(tmp_path / f"{part}_x.npy", images[where])
+        np.save(tmp_path / f"{part}_y.npy", LABELS.reshape(-1)[where].astype(">i2"))
+    check(data.load("cifar10", root=tmp_path))
+    for part in ("train", "test"):
+        whole = np.load(tmp_path / f"{part}_y.npy")
+        np.save(tmp_path / f"{part}_y.npy", whole + 0.9)
+        with pytest.raises(DataError, match=rf"{part}_y\.npy holds float64 of shape .*integers from 0 to 9"):
+            data.load("cifar10", root=tmp_path)
+        np.save(tmp_path / f"{part}_y.npy", whole)
+
+
 def test_checksum_is_verified(tmp_path):
     (tmp_path / PYTHON.archive).write_bytes(archive(files(PYTHON), PYTHON.folder))
     with pytest.raises(DataError, match=f"is damaged .MD5 .*expected {PYTHON.checksum}.*get it again"):

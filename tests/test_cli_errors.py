@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,7 @@ from tests.commands import FAST, npy, one_line
         ("prune --device cuda:99", ["cuda:99", "cpu"]),
         ("prune --model smal_cnn", ["unknown model 'smal_cnn'", "small_cnn"]),
         ("prune --model vgg16_bn", ["vgg16_bn", "8x8"]),
+        ("prune --data thin", ["small_cnn needs images of at least 2x2, not 8x1"]),
         ("prune --model no_such_module:factory", ["no_such_module"]),
         ("prune --model NETS:missing", ["missing"]),
         ("prune --model NETS:text", ["gives a str", "torch.nn.Module"]),
@@ -73,6 +74,7 @@ def test_bad_input_is_one_line(
     x[3, 1] = np.nan
     npy(tmp_path / "bad", x, np.arange(6) % 2)
     npy(tmp_path / "table", np.zeros((6, 4), np.float32), np.zeros((6, 2), np.float32))
+    npy(tmp_path / "thin", np.zeros((6, 1, 8, 1), np.float32), np.arange(6) % 2)
     (tmp_path / "file").write_text("")
     (tmp_path / "tag.yaml").write_text("epochs: !!python/object/apply:os.system ['true']\n")
     (tmp_path / "list.yaml").write_text("- epochs\n")
@@ -89,8 +91,11 @@ def test_bad_input_is_one_line(
     ("words", "told"),
     [
         (["--corrupt", "fog:1"], ["unknown corruption 'fog'"]),
-        (["--subset", "0"], ["subset", "empty"]),
-        (["--subset", "2"], ["subset"]),
+        (["--subset", "0"], ["subset = 0", "(0, 1]"]),
+        (["--subset", "2"], ["subset = 2", "(0, 1]"]),
+        (["--subset", "1e-9"], ["subset", "empty"]),
+        (["--corrupt", "gaussian-blur:3e9"], ["gaussian-blur:3e9", "at most 8192"]),
+        (["--corrupt", "noise:1e38"], ["noise:1e38", "at most 100"]),
         (["--data", "wide"], ["(1, 9, 9)", "(1, 8, 8)"]),
         (["--data", "few"], ["other classes"]),
         (["--data", "nowhere"], ["nowhere"]),
@@ -121,13 +126,34 @@ def test_no_space_when_flushing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("limit", [100, 20_000])
-def test_no_space_in_the_log_or_in_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: int) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        code = main(["prune", *FAST, "--no-dense", "--quiet", "--out", str(tmp_path / "run")])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert code == 2
+def test_no_space_in_the_log_or_in_the_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: int, limited: Callable[[int], None]
+) -> None:
+    limited(limit)
+    assert main(["prune", *FAST, "--no-dense", "--quiet", "--out", str(tmp_path / "run")]) == 2
     one_line(capsys, "cannot write", "File too large")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("words", [("prune", "--out"), ("prune", "--data"), ("evaluate",), ("prune", "--data-root")])
+def test_names_that_are_not_utf8(
+    nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    name = os.fsdecode(b"bad\xff")
+    npy(tmp_path / name, np.zeros((20, 8, 8), np.uint8), np.arange(20) % 2)
+    before = sorted(os.listdir(tmp_path))
+    assert main([*words, name]) == 2
+    one_line(capsys, r"the name bad\xff is not UTF-8", "rename")
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_current_folder_that_is_not_utf8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = tmp_path / os.fsdecode(b"bad\xff")
+    here.mkdir()
+    npy(here / "data", np.zeros((20, 8, 8), np.uint8), np.arange(20) % 2)
+    monkeypatch.chdir(here)
+    assert main(["prune", "--data", "data", "--out", "run"]) == 2
+    one_line(capsys, r"bad\xff/data is not UTF-8")
+    assert os.listdir(here) == ["data"]

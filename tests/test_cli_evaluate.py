@@ -53,7 +53,7 @@ def test_bad_evaluations_are_one_line(run: Path, tmp_path: Path, capsys: Capture
         (["--ood", "left-out"], "left no class out"),
         (["--ood", str(empty)], "holds no image"),
         (["--corrupt", "fog"], "unknown corruption 'fog'"),
-        (["--subset", "0"], "is empty"),
+        (["--subset", "0"], "a share of the examples in (0, 1]"),
         (["--gate-draws", "0"], "at least one draw"),
     ):
         assert main(["evaluate", str(run), *words, "--json", str(tmp_path / "no.json")]) == 2, words
@@ -66,6 +66,19 @@ def test_bad_evaluations_are_one_line(run: Path, tmp_path: Path, capsys: Capture
     assert main(["evaluate", str(without)]) == 2
     one_line(capsys, "particle-1.safetensors")
     assert not (tmp_path / "no.json").exists()
+
+
+def test_the_own_data_is_known_by_any_path(
+    own_photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--epochs", "1", "--image-size", "8", "--keep-flops", "0.5", "--no-dense", "--quiet", "--out", "run"]
+    assert main(["prune", "--data", own_photographs.name, "--augment", "none", *words]) == 0
+    capsys.readouterr()
+    (tmp_path / "link").symlink_to(own_photographs)
+    for name in (f"./{own_photographs.name}", "link"):
+        assert main(["evaluate", "run", "--ood", name]) == 2
+        one_line(capsys, f"--ood {name}: that is the data of the evaluation itself")
 
 
 def test_classes_that_are_not_there_cannot_be_left_out(tmp_path: Path, capsys: Capture) -> None:

@@ -7,6 +7,7 @@ import torch
 from dllp import data
 from dllp.data import ArrayData, Batches, from_pair, holdout, validate
 from dllp.errors import DataError
+from tests.commands import npy
 
 
 def test_digits_are_split_once_and_for_all():
@@ -54,6 +55,15 @@ def test_from_pair_settles_types():
     assert from_pair(torch.zeros(4, 2), torch.tensor([[0], [1], [0], [1]])).y.shape == (4,)
     regression = from_pair(torch.zeros(4, 2), torch.zeros(4, dtype=torch.float64))
     assert regression.y.shape == (4, 1) and regression.y.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", [">i2", ">i8", ">f4", ">f8", ">u2"])
+def test_any_byte_order_is_taken(kind, tmp_path):
+    x, y = np.arange(8).reshape(4, 2).astype(">f8"), np.array([0, 1, 256, 1]).astype(kind)
+    pair = from_pair(x, y)
+    assert pair.x.tolist() == x.tolist() and pair.y.flatten().tolist() == y.tolist()
+    loaded = data.load(npy(tmp_path / "arrays", x, y))
+    assert loaded.test.x.tolist() == x.tolist() and loaded.test.y.flatten().tolist() == y.tolist()
 
 
 @pytest.mark.parametrize(

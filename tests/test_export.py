@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -202,6 +203,26 @@ def test_network_that_fixes_its_batch_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ExportError, match="cannot be traced"):
         export.write(Fixed(), tmp_path / "a.pt2", torch.ones(2, 4), ("output",), "pt2")
+
+
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+def test_a_full_disk_is_one_line(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], format: str, limited: Callable[[int], None]
+) -> None:
+    limited(1000)
+    assert main(["export", str(run), "--format", format, "--out", str(tmp_path / "model")]) == 2
+    one_line(capfd, f"cannot write {tmp_path / 'model'}: File too large")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_the_exporter_cannot_write_is_not_the_networks_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    program = export.trace(nn.Linear(3, 2), torch.ones(2, 3))
+    monkeypatch.setattr(torch.onnx, "export", full)
+    with pytest.raises(ExportError, match=r"^the exporter cannot write: No space left on device"):
+        export.packed(program, ("output",), "onnx")
 
 
 def test_wrong_file_is_not_written(result: dllp.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,3 +94,17 @@ def test_a_regression_has_no_classes_to_leave_out(tmp_path: Path) -> None:
     data = load(npy(tmp_path / "regression", x, x[:, :1]))
     with pytest.raises(ConfigError, match="no classes"):
         ood.without(data, ("0",))
+
+
+def test_one_folder_under_many_spellings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "digits").mkdir()
+    (tmp_path / "link").symlink_to("photos")
+    whole = str(tmp_path / "photos")
+    for name in ("photos", "./photos", "photos/", "link", "~/photos", "digits/../photos", whole):
+        assert ood.same(name, whole) and ood.same(whole, name), name
+    assert ood.same("digits", "digits") and not ood.same("digits", "cifar10")
+    assert not ood.same("digits", str(tmp_path / "digits")), "a name goes before a folder that is called so"
+    assert not ood.same("./digits", whole)

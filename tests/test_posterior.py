@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from dllp.errors import ConfigError, DataError, DllpError
 from dllp.posterior import Posterior, decompose
 
 
@@ -97,3 +99,85 @@ def test_a_mixture_of_gaussians_has_that_variance() -> None:
     p = posterior.predict(torch.tensor([[2.0]]))
     draws = p.members[torch.randint(4, (200_000,)), 0, 0] + 0.5 * torch.randn(200_000)
     assert float(draws.var()) == pytest.approx(float(p.total), rel=0.02)
+
+
+# ---- what a user can do wrong
+
+
+def convolution() -> nn.Module:
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)
+    return nn.Sequential(*layers).eval()
+
+
+IMAGES = "torch.float32 of (batch, 3, ..., ...)"
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "kind", "told"),
+    [
+        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), {}, DataError, ["torch.uint8", IMAGES, "normalised"]),
+        (torch.zeros(2, 3, 8, 8, dtype=torch.float64), {}, DataError, ["torch.float64", IMAGES]),
+        (torch.zeros(2, 1, 8, 8), {}, DataError, ["(2, 1, 8, 8)", IMAGES]),
+        (torch.zeros(2, 192), {}, DataError, ["(2, 192)", IMAGES]),
+        (torch.zeros(3, 8, 8), {}, DataError, ["(3, 8, 8)", IMAGES]),
+        (torch.zeros(()), {}, DataError, ["without dimensions"]),
+        ([[0.0]], {}, DataError, ["type list", "torch.as_tensor"]),
+        (torch.zeros(2, 3, 8, 8), {"batch_size": 0}, ConfigError, ["batch_size = 0"]),
+        (torch.zeros(2, 3, 8, 8), {"batch_size": 2.5}, ConfigError, ["batch_size = 2.5"]),
+    ],
+)
+def test_mistakes_are_one_line(x: Any, options: dict[str, Any], kind: type[DllpError], told: list[str]) -> None:
+    posterior = Posterior([convolution(), convolution()], torch.ones(2))
+    with pytest.raises(kind) as caught:
+        posterior.predict(x, **options)
+    for word in told:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_inputs_that_are_not_finite_are_named(value: float) -> None:
+    networks = [Counted()]
+    x = torch.zeros(9, 4)
+    x[7, 2] = x[8, 0] = value
+    with pytest.raises(DataError, match="first in example 7"):
+        Posterior(networks, torch.ones(1)).predict(x, batch_size=4)
+    assert networks[0].calls == 0
+
+
+def test_a_batch_that_the_network_loses_is_told() -> None:
+    """An image without a batch, whose channels are taken for one."""
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(0, 1))
+    with pytest.raises(DataError, match=r"\(3, 8, 8\).*24 outputs for 3 inputs"):
+        Posterior([network], torch.ones(1)).predict(torch.zeros(3, 8, 8))
+
+
+class Failing(Counted):
+    """A network with an error of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise self.error
+
+    error: Exception
+
+
+def test_errors_of_the_network_stay_what_they_are() -> None:
+    network = Failing()
+    for error in (torch.OutOfMemoryError("full"), KeyError("mine")):
+        network.error = error
+        with pytest.raises(type(error)) as caught:
+            Posterior([network], torch.ones(1)).predict(torch.zeros(2, 4))
+        assert caught.value is error
+    network.error = RuntimeError("first line\nsecond line")
+    with pytest.raises(DataError, match=r"\(first line\)") as told:
+        Posterior([network], torch.ones(1)).predict(torch.zeros(2, 4))
+    assert told.value.__cause__ is network.error
+
+
+def test_integers_are_for_the_network_to_take() -> None:
+    class Scaled(Counted):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.float() / 255)
+
+    x = torch.randint(256, (5, 4)).to(torch.uint8)
+    assert Posterior([Scaled()], torch.ones(1)).predict(x).mean.shape == (5, 3)

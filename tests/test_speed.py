@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from torch import nn
 import dllp
 from dllp import memory, progress, speed
 from dllp.cli import main
-from dllp.errors import ConfigError
+from dllp.errors import ArtifactError, ConfigError
 from dllp.export import inputs, write
 from dllp.speed import clock
+from dllp.speed.layers import _kernel_times
 from dllp.speed.runtimes import torch_rows
 from dllp.structure import discover
 from dllp.zoo import build
@@ -110,6 +112,18 @@ def test_threads_come_back(result: dllp.Result) -> None:
     assert torch.get_num_threads() == before and {r.threads for r in rows} == {2}
     assert {r.runtime for r in rows} == {speed.TORCH, speed.ONNX}
     assert all(r.memory is not None and r.memory > 0 for r in rows if memory_is_read())
+
+
+def test_a_full_disk_is_one_line(
+    run: Path, result: dllp.Result, tmp_path: Path, capfd: pytest.CaptureFixture[str], limited: Callable[[int], None]
+) -> None:
+    path = tmp_path / "model.onnx"
+    write(result.model, path, inputs(2, SHAPE), ("output",), "onnx")
+    limited(1000)
+    with pytest.raises(ArtifactError, match=r"cannot write .*model.*json: it is cut off"):
+        _kernel_times(path, inputs(2, SHAPE), 10)
+    assert main(["speed", str(run), "--quiet"]) == 2
+    one_line(capfd, "cannot write", "File too large")
 
 
 def test_layers_are_named_with_their_widths(result: dllp.Result) -> None:

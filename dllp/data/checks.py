@@ -83,6 +83,7 @@ def _tensor(value: Any, what: str) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach()
     try:
-        return torch.from_numpy(np.ascontiguousarray(value))
+        array = np.ascontiguousarray(value)
+        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))  # PyTorch knows one byte order
     except (TypeError, ValueError):
         raise DataError(f"{what} of type {type(value).__name__} are no numbers: give a tensor or an array") from None

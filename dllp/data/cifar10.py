@@ -60,6 +60,12 @@ def _from_npy(folder: Path) -> list[Arrays]:
         shape, dtype = npy.header(folder / name)
         if shape[1:] != (32, 32, 3) or dtype != np.uint8:
             raise DataError(f"{folder / name} holds {dtype} of shape {shape}: CIFAR-10 is uint8 of (N, 32, 32, 3)")
+    for name in ("train_y.npy", "test_y.npy"):
+        shape, dtype = npy.header(folder / name)
+        if dtype.kind not in "iu":
+            raise DataError(
+                f"{folder / name} holds {dtype} of shape {shape}: CIFAR-10's labels are integers from 0 to 9"
+            )
     train_x, train_y, test_x, test_y = npy.read_set(folder)
     return [(x.transpose(0, 3, 1, 2), y) for x, y in ((train_x, train_y), (test_x, test_y))]
 

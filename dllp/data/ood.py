@@ -5,6 +5,7 @@ They have no labels that mean anything to the network; what is asked is whether 
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +46,16 @@ def find(name: str, like: ArrayData, *, left_out: ArrayData | None = None, root:
         return resized(flat(path, _image_shape(like)[1:]), like)
     known = ", ".join((NOISE, *names(), LEFT_OUT))
     raise ConfigError(f"unknown out-of-distribution data {name!r}: choose {known} or a folder of images")
+
+
+def same(name: str, other: str) -> bool:
+    """Whether both mean the same data: the same word, or the same folder however its path is spelled."""
+    words = {name, other} & {NOISE, LEFT_OUT, *names()}
+    return name == other or (not words and _real(name) == _real(other))
+
+
+def _real(path: str) -> str:
+    return os.path.realpath(os.path.expanduser(path))
 
 
 def noise(like: ArrayData, seed: int = 0) -> ArrayData:

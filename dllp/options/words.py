@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
+from dllp import reading
 from dllp.errors import ConfigError
 from dllp.options.commands import COMMANDS
 from dllp.options.fields import new_parser
@@ -17,6 +18,9 @@ ABOUT = "Neural networks made small by Bayesian pruning, with a posterior that s
 
 def parse(words: Iterable[str]) -> tuple[str, dict[str, Any]]:
     """The command, and what the user gave for it; nothing that was not given."""
+    words = list(words)
+    for word in words:
+        reading.check_name(word)
     parser = new_parser(
         ", ".join(COMMANDS), ABOUT, "`dllp COMMAND --help` explains a command and shows examples.", prog="dllp"
     )

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dllp.errors import ArtifactError
 from dllp.export import INPUT, inputs, require_onnx, write
 from dllp.speed.clock import limited
 from dllp.speed.rows import Subject
@@ -129,8 +130,13 @@ def _kernel_times(path: Path, x: Tensor, runs: int) -> list[float]:
     session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
     for _ in range(runs + 1):
         session.run(None, {INPUT: x.numpy()})
+    profile = Path(session.end_profiling())
+    try:
+        events = json.loads(profile.read_bytes())
+    except (OSError, ValueError):  # the runtime says nothing when a disk is full
+        raise ArtifactError(f"cannot write {profile}: it is cut off; free some space there") from None
     samples: dict[int, list[float]] = {}
-    for event in json.loads(Path(session.end_profiling()).read_bytes()):
+    for event in events:
         arguments = event.get("args", {})
         if event["name"].endswith("_kernel_time") and arguments.get("op_name") in CONVOLUTIONS:
             samples.setdefault(int(arguments["node_index"]), []).append(event["dur"] * 1e-6)

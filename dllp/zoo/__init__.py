@@ -61,11 +61,8 @@ def build(
     entry = _REGISTRY[name]
     if num_classes < 1 or in_channels < 1:
         raise ConfigError(f"{name} with {num_classes} classes and {in_channels} input channels: both must be positive")
-    if image_size is not None and image_size < entry.smallest:
-        raise ConfigError(
-            f"{name} needs images of at least {entry.smallest}x{entry.smallest}, not {image_size}x{image_size}: "
-            "choose a smaller network (small_cnn, mlp) or larger images"
-        )
+    if image_size is not None:
+        check_images(name, (image_size, image_size))
     known = set(inspect.signature(entry.make).parameters) - {"num_classes", "in_channels"}
     unknown = sorted(set(options) - known)
     if unknown:
@@ -74,3 +71,13 @@ def build(
     if image_size is not None and "image_size" in known:
         options["image_size"] = image_size
     return entry.make(num_classes=num_classes, in_channels=in_channels, **options)
+
+
+def check_images(name: str, sides: tuple[int, ...]) -> None:
+    """Raise where images of these sides, (height, width), are too small for a network; () is a table's row."""
+    least, shown = _REGISTRY[name].smallest if name in _REGISTRY else 1, sides or (1, 1)
+    if min(shown) < least:
+        raise ConfigError(
+            f"{name} needs images of at least {least}x{least}, not {'x'.join(map(str, shown))}: "
+            "choose a smaller network (small_cnn, mlp) or larger images"
+        )

@@ -1,0 +1,139 @@
+"""Files that a user names for output: pipes, links and our own output are written into, and never replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from dllp import ArtifactError, artifacts
+from dllp.cli import main
+from tests.commands import ENVIRONMENT, one_line
+from tests.interrupted import examples, unfinished
+
+
+def test_a_pipe_is_written_into(tmp_path: Path) -> None:
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    for path in (pipe, link):
+        found: list[bytes] = []
+        reader = threading.Thread(target=lambda found=found: found.append(pipe.read_bytes()), daemon=True)
+        reader.start()
+        artifacts.write_json(path, {"a": 1})
+        reader.join(30)
+        assert json.loads(found[0]) == {"a": 1}
+    assert stat.S_ISFIFO(pipe.lstat().st_mode) and link.is_symlink() and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_pipe_that_nobody_reads_any_more_is_one_line(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: os.close(os.open(pipe, os.O_RDONLY)), daemon=True)
+    reader.start()
+    with pytest.raises(ArtifactError, match=r"cannot write .*pipe: Broken pipe"):
+        artifacts.write_bytes(pipe, bytes(2**20))
+    reader.join(30)
+
+
+def test_the_file_behind_a_link_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere, link = tmp_path / "elsewhere", tmp_path / "here" / "link"
+    elsewhere.mkdir()
+    link.parent.mkdir()
+    link.symlink_to(Path("..") / "elsewhere" / "file")
+    for content in (b"dangling", b"there"):
+        artifacts.write_bytes(link, content)
+        assert link.is_symlink() and (elsewhere / "file").read_bytes() == content
+    assert os.listdir(elsewhere) == ["file"] and os.listdir(link.parent) == ["link"]
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ArtifactError, match="link: No space left"):
+        artifacts.write_bytes(link, b"half")
+    assert (elsewhere / "file").read_bytes() == b"there" and os.listdir(elsewhere) == ["file"]
+
+
+def test_a_link_in_a_circle_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("link")
+    with pytest.raises(ArtifactError, match=r"cannot write .*link: Too many levels"):
+        artifacts.write_bytes(tmp_path / "link", b"")
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_standard_output_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    """A shell's `> lines`: what is printed before and after has to stay; so has a pipe without a name."""
+    lines, links = tmp_path / "lines", [tmp_path / "out", tmp_path / "err"]
+    for number, link in enumerate(links, 1):
+        link.symlink_to(f"/proc/self/fd/{number}")  # as /dev/stdout is one
+    code = (
+        "import pathlib, sys; from dllp import artifacts; print('before');"
+        "[artifacts.write_json(pathlib.Path(name), {'a': 1}) for name in sys.argv[1:]]; print('after')"
+    )
+    with lines.open("wb") as file:
+        arguments = [sys.executable, "-c", code, *map(str, links)]
+        done = subprocess.run(arguments, stdout=file, stderr=subprocess.PIPE, env=ENVIRONMENT, check=True)
+    assert lines.read_bytes() == b'before\n{\n "a": 1\n}\nafter\n' and done.stderr == b'{\n "a": 1\n}\n'
+    assert all(link.is_symlink() for link in links)
+
+
+# ---- what a stranger may have put into a run folder
+
+
+@pytest.mark.parametrize("name", ["speed.json", "report.html"])
+def test_what_commands_add_to_a_run_never_leaves_it(tmp_path: Path, name: str) -> None:
+    (tmp_path / "mine").write_text("years of work")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / name).symlink_to(tmp_path / "mine")
+    with pytest.raises(ArtifactError, match="leads out"):
+        artifacts.place(run, name)
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    with pytest.raises(ArtifactError, match="no regular file"):
+        artifacts.place(run, name)
+    (run / name).unlink()
+    assert artifacts.place(run, name) == run / name
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "evaluation.json", "checkpoints/pruned/step-000000005.safetensors"])
+def test_a_resumed_run_writes_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    out = tmp_path / "out"
+    unfinished(examples(tmp_path / "data"), out, monkeypatch)
+    capsys.readouterr()
+    (tmp_path / "mine").write_text("years of work")
+    (out / name).unlink(missing_ok=True)
+    (out / name).symlink_to(tmp_path / "mine")
+    assert main(["prune", "--resume", "--quiet", "--out", str(out)]) == 2
+    one_line(capsys, Path(name).name, "leads out")
+    assert (tmp_path / "mine").read_text() == "years of work"
+
+
+def test_corruptions_are_not_kept_through_a_link(
+    copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copied / "corruptions.json").symlink_to(tmp_path / "mine")
+    assert main(["evaluate", str(copied), "--corrupt", "sharpen"]) == 0
+    one_line(capsys, "corruptions.json", "leads out", "the report will not show")
+    assert not (tmp_path / "mine").exists()
+
+
+def test_evaluate_writes_into_a_pipe(run: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    found: list[bytes] = []
+    reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    assert main(["evaluate", str(run), "--json", str(pipe)]) == 0
+    assert stat.S_ISFIFO(pipe.lstat().st_mode)
+    reader.join(30)
+    assert json.loads(found[0])["rows"]
