@@ -46,31 +46,41 @@ _DTYPES = {
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole or not at all; a link stays, and the file that it leads to is written.
+    """Write a file so that it is there whole or not at all; a link or whatever else has the name is replaced."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # the folder itself may be what is missing
+            temporary.unlink()
+        raise _unwritable(path, error) from None
 
-    A pipe or a device is no file that could be replaced: the content goes into it.
+
+def write_named(path: Path, content: bytes) -> None:
+    """Write what a user names: a link stays, and the file that it leads to is replaced.
+
+    A pipe or a device is no file that could be replaced: the content goes into it. Never for files in folders that may
+    be a stranger's: a link in there could lead anywhere.
     """
-    temporary: Path | None = None
     try:
         stream = _open_stream(path)
         if stream is not None:
             with stream:
                 stream.write(content)
             return
-        target = Path(os.path.realpath(path)) if path.is_symlink() else path
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as handle:
-            handle.write(content)
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(temporary, target)
     except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):  # the folder itself may be what is missing
-                temporary.unlink()
-        reason = "Not a directory" if isinstance(error, FileExistsError) else error.strerror
-        raise ArtifactError(f"cannot write {path}: {reason}; free some space or choose another folder") from None
+        raise _unwritable(path, error) from None
+    write_bytes(Path(os.path.realpath(path)) if path.is_symlink() else path, content)
+
+
+def _unwritable(path: Path, error: OSError) -> ArtifactError:
+    reason = "Not a directory" if isinstance(error, FileExistsError) else error.strerror
+    return ArtifactError(f"cannot write {path}: {reason}; free some space or choose another folder")
 
 
 def _open_stream(path: Path) -> BinaryIO | None:
@@ -90,22 +100,17 @@ def _open_stream(path: Path) -> BinaryIO | None:
     return os.fdopen(os.open(path, os.O_WRONLY), "wb")
 
 
-def write_json(path: Path, value: Any) -> None:
-    """JSON with a trailing newline; NaN is an error, so that every reader can parse it."""
-    write_bytes(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
+def write_json(path: Path, value: Any, *, named: bool = False) -> None:
+    """JSON with a trailing newline, by :func:`write_bytes` or, where a user names the file, :func:`write_named`.
+
+    NaN is an error, so that every reader can parse it.
+    """
+    (write_named if named else write_bytes)(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
 
 
 def member(folder: Path, name: str) -> Path:
     """A file of a run folder; a link that leads out of the folder is an error."""
     return reading.contained(folder, folder / name)
-
-
-def place(folder: Path, name: str) -> Path:
-    """The same for a file to be written, which someone else may have put there as a pipe."""
-    path = member(folder, name)
-    if path.exists() and not path.is_file():
-        raise ArtifactError(f"cannot write {path}: it is no regular file; remove it")
-    return path
 
 
 def read_json(path: Path) -> Any:

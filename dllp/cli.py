@@ -101,7 +101,7 @@ def _evaluate(given: dict[str, Any]) -> None:
     )  # fmt: skip
     rows = [row for row in found.rows if not row.data.startswith(evaluate.OUTSIDE)]
     if "json" in given:
-        pruning.write_rows(Path(given["json"]), task, found.rows, **found.besides())
+        pruning.write_rows(Path(given["json"]), task, found.rows, named=True, **found.besides())
     if corruptions and not other and "subset" not in given:
         reporting.keep_corruptions(folder, task, rows)
     progress.show_evaluation(found, f"{folder} on {len(test)} {task.split} examples of {task.data}")

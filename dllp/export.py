@@ -144,7 +144,7 @@ def export(
     example = inputs(2, shape, uint8)
     content = packed(trace(network, example), outputs, format)
     difference = _check(reference, content, shape, uint8, format)
-    artifacts.write_bytes(path, content)
+    artifacts.write_named(path, content)
     runtime = "onnxruntime" if format == "onnx" else "torch.export"
     return Exported(path, format, len(content), outputs, difference, runtime)
 

@@ -286,7 +286,7 @@ def check_import(task: Task, given: dict[str, Any], whose: str) -> None:
         raise ConfigError(f"{whose} network is code, {task.model}: name it with --model, or add --trust-imports")
 
 
-def write_rows(path: Path, task: Task, rows: Sequence[evaluate.Row], **besides: Any) -> None:
-    """The table of an evaluation and whatever belongs to it, as JSON."""
+def write_rows(path: Path, task: Task, rows: Sequence[evaluate.Row], *, named: bool = False, **besides: Any) -> None:
+    """The table of an evaluation and whatever belongs to it, as JSON; `named` as in `artifacts.write_json`."""
     report = {"data": task.data, "split": task.split, "model": task.model, "rows": evaluate.as_dict(rows)}
-    artifacts.write_json(path, report | besides)
+    artifacts.write_json(path, report | besides, named=named)

@@ -36,8 +36,8 @@ def write(given: dict[str, Any]) -> None:
             runs.append(_completed(run, given, tell) if alone else run)
         tell("drawing")
         page = report.build(runs)
-    path = Path(given.get("out") or (artifacts.place(folders[0], artifacts.PAGE) if alone else artifacts.PAGE))
-    artifacts.write_bytes(path, page)
+    path = Path(given.get("out") or (folders[0] / artifacts.PAGE if alone else artifacts.PAGE))
+    (artifacts.write_named if "out" in given else artifacts.write_bytes)(path, page)
     if not given.get("quiet"):
         print(f"{path}: {len(page):,} bytes, opens in any browser")
 
@@ -46,7 +46,7 @@ def keep_corruptions(folder: Path, task: Task, rows: Sequence[evaluate.Row]) -> 
     """Leave what was measured under corruption in the run's folder, beside what was measured there before."""
     new = [row for row in rows if row.data != evaluate.CLEAN]
     try:
-        path = artifacts.place(folder, artifacts.CORRUPTIONS)
+        path = artifacts.member(folder, artifacts.CORRUPTIONS)
         versions = {row.data for row in new}
         old = [row for row in contents.rows(path) if row.data not in versions]
         pruning.write_rows(path, task, [*old, *new])

@@ -106,9 +106,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             raise ArtifactError(f"{self.folder} is a file: give a folder for the run")
         for place in (self.checkpoints, *self.checkpoints.glob("*")):  # files are written and removed there
             reading.contained(self.folder, place)
-        for place in (*self.folder.glob("*"), *self.checkpoints.glob("*/*")) if self.resume else ():
-            # a new run removes what is there; this one writes over it
-            (artifacts.member if place.is_dir() else artifacts.place)(place.parent, place.name)
         names = [path.name for path in self.folder.iterdir()]
         strange = [name for name in names if not any(fnmatch.fnmatchcase(name, own) for own in OWN)]
         if not self.finished and (strange or (SETTINGS in names and not self.unfinished)):
