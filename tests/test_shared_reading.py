@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dllp.api import share_reading
-from dllp.data import StreamBatches, reader, stream
+from dllp.data import StreamBatches, reader, workers
 from dllp.errors import DataError
 from dllp.parallel import Axis, Place
 from tests import pictures
@@ -127,4 +127,4 @@ def test_processes_of_one_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)), raising=False)
     for local, wanted in ((1, 12), (2, 6), (5, 2), (100, 1)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-        assert stream._cores() == wanted
+        assert workers.cores() == wanted
