@@ -5,7 +5,8 @@ import pytest
 import torch
 from PIL import Image
 
-from dllp import data
+from dllp import data, reading
+from dllp.data import folder, workers
 from dllp.errors import DataError
 
 # ---- arrays
@@ -100,6 +101,28 @@ def test_image_folder(tmp_path):
     cropped = data.load(str(tmp_path), augment="resized-crop").train
     assert isinstance(cropped, data.ArrayData) and cropped.augment == "resized-crop"
     assert isinstance(data.load(tmp_path, augment="resized-crop", image_size=6, workers=0).train, data.StreamedData)
+
+
+def test_every_image_is_opened_once_and_threads_change_nothing(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    names = [f"{part}/{name}/{i:02d}.png" for part in ("train", "val") for name in ("cat", "dog") for i in range(20)]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (9, 7, 3), np.uint8)).save(tmp_path / name)
+    for name in names[3:6]:
+        (tmp_path / name).write_bytes(b"no image")
+    opened, plain = [], reading._opened
+    monkeypatch.setattr(reading, "_opened", lambda path, kind: opened.append(str(path)) or plain(path, kind))
+    monkeypatch.setattr(workers, "cores", lambda: 4)
+    monkeypatch.setattr(folder, "TOGETHER", 2)
+    told = []
+    loaded = data.load(tmp_path, image_size=8, max_bad=0.1, tell=told.append)
+    assert sorted(opened) == sorted(str(tmp_path / name) for name in names)
+    good = names[:3] + names[6:40]
+    images = [Image.open(tmp_path / name).resize((8, 8), Image.Resampling.BILINEAR) for name in good]
+    assert loaded.train.x.equal(torch.from_numpy(np.stack([np.asarray(i).transpose(2, 0, 1) for i in images])))
+    assert loaded.train.y.tolist() == ["dog" in name for name in good]
+    assert [line.split(" is left out, ")[0] for line in told] == [str(tmp_path / name) for name in names[3:6]]
 
 
 def test_image_folder_with_three_parts_and_many_sizes(tmp_path):

@@ -103,7 +103,7 @@ def test_too_many_in_all_end_every_process_at_the_same_step(root: Path) -> None:
         return train(root, size, lambda source: source.epoch(0), max_bad="40%")
 
     (alone,), ends = ended(1), ended(2)
-    assert alone.error is not None and "cannot read 10 of 24 images" in str(alone.error)
+    assert alone.error is not None and "cannot read 11 of 24 images" in str(alone.error)
     assert [str(end.error) for end in ends] == [str(alone.error)] * 2
     assert [len(end.batches) for end in ends] == [len(alone.batches)] * 2
     assert [end.error is not None and end.error.told for end in ends] == [False, True], "the first speaks for all"

@@ -134,12 +134,12 @@ def _from_path(path: Path, image_size: int | None, options: dict[str, Any]) -> D
             "add one of the three"
         )
     found = large.in_classes(path)
-    width, height = (image_size, image_size) if image_size else folder.first_size(found.splits["train"][0])
+    size = (image_size, image_size) if image_size else folder.first_size(found.splits["train"][0])
     from_originals = options["augment"] == "resized-crop" and image_size is not None
-    if from_originals or len(found) * 3 * width * height > IN_MEMORY:
+    if from_originals or len(found) * 3 * size[0] * size[1] > IN_MEMORY:
         return _streamed(path, found, image_size, options)
     shared = {name: options[name] for name in ("max_bad", "tell")}
-    train, test, validation = folder.arrays(found.splits, image_size, **shared)
+    train, test, validation = folder.arrays(found.splits, size, resize=image_size is not None, **shared)
     return Dataset(str(path), train, test, found.classes, validation)
 
 

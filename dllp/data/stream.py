@@ -85,8 +85,7 @@ class StreamedData:
 
     def count(self, bad: Iterable[tuple[int, str]]) -> None:
         """Add images that cannot be read, by number and with the reason, to the tally."""
-        for number, reason in bad:
-            self.tally.add(self.sources.name(number), reason)
+        self.tally.add((self.sources.name(number), reason) for number, reason in bad)
 
     def decoded(self, device: torch.device | str = "cpu") -> ArrayData:
         """The middle of every image, decoded once and for all; images that cannot be read are left out.
@@ -94,13 +93,14 @@ class StreamedData:
         Beyond :data:`IN_MEMORY` bytes they lie in a temporary file, which the system reads as they are needed.
         """
         requests = [Request(np.arange(i, min(i + CHUNK, len(self)))) for i in range(0, len(self), CHUNK)]
-        x, read = _room((len(self), *self.shape)), []
+        x, read, bad = _room((len(self), *self.shape)), [], list[tuple[int, str]]()
         filled = 0
         for pixels, answer in pictures(self, requests, device):
-            self.count(answer.bad)
+            bad += answer.bad
             x[filled : filled + len(pixels)] = pixels.cpu().numpy()
             filled += len(pixels)
             read.append(torch.from_numpy(answer.numbers))
+        self.count(bad)
         if not filled:
             raise DataError("there are no images to decode: at least one is needed")
         return ArrayData(torch.from_numpy(x[:filled]), self.y[torch.cat(read)], self.mean, self.std)
@@ -209,8 +209,7 @@ class StreamBatches:
         said = self._exchange(json.dumps([missing, answer.bad]).encode() if answer.bad else b"")
         parts = [json.loads(text) for text in said if text]
         try:
-            for _, bad in parts:
-                self.data.count(bad)
+            self.data.count(found for _, bad in parts for found in bad)
             if any(missing for missing, _ in parts):
                 root = self.data.sources.root
                 raise DataError(f"{reader.TRIES} images in a row cannot be read: check the folder {root}")
