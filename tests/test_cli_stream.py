@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -97,3 +98,23 @@ def test_bad_files_are_told_and_too_many_end_the_run(
     one_line(capsys, "cannot read 1 of 24 images, more than max_bad = 0.1% allows", "cat/003.jpg (it is empty)")
     assert main([*words, "--overwrite", "--max-bad", "all"]) == 2
     one_line(capsys, "max_bad = all", "0.1%")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_bad_files_are_in_the_log_once_after_a_resume_too(
+    whole: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streamed: bool
+) -> None:
+    data = shutil.copytree(whole[0], tmp_path / "data")
+    bad = [data / "train" / "cat" / "003.jpg", data / "val" / "dog" / "000.jpg"]
+    for path in bad:
+        path.write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    words = command(Path("data"), tmp_path / "out", "--workers", "0", "--max-bad", "20%")
+    with monkeypatch.context() as patch:
+        stop_at(patch, 5, signalled(signal.SIGTERM))
+        assert main([*words, *(() if streamed else ("--augment", "none"))]) == 143
+    assert main(["prune", "--resume", "--quiet", "--out", str(tmp_path / "out")]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert lines[:2] == [{"left_out": str(path), "reason": "it is empty"} for path in bad]
+    assert [(line["training"], line["epoch"]) for line in lines[2:]] == [("pruned", 1), ("pruned", 2)]
+    assert main(["report", str(tmp_path / "out"), "--quiet"]) == 0

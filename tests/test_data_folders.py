@@ -116,10 +116,11 @@ def test_every_image_is_opened_once_and_threads_change_nothing(tmp_path, monkeyp
     monkeypatch.setattr(workers, "cores", lambda: 4)
     monkeypatch.setattr(folder, "TOGETHER", 2)
     told = []
-    loaded = data.load(tmp_path, image_size=8, max_bad=0.1, tell=told.append)
+    loaded = data.load(tmp_path, image_size=8, max_bad=0.1, tell=lambda image: told.append(str(image)))
     assert sorted(opened) == sorted(str(tmp_path / name) for name in names)
     good = names[:3] + names[6:40]
     images = [Image.open(tmp_path / name).resize((8, 8), Image.Resampling.BILINEAR) for name in good]
+    assert isinstance(loaded.train, data.ArrayData)
     assert loaded.train.x.equal(torch.from_numpy(np.stack([np.asarray(i).transpose(2, 0, 1) for i in images])))
     assert loaded.train.y.tolist() == ["dog" in name for name in good]
     assert [line.split(" is left out, ")[0] for line in told] == [str(tmp_path / name) for name in names[3:6]]

@@ -54,7 +54,8 @@ def train(root: Path, size: int, work: Callable[[StreamBatches], Any], max_bad: 
 
     def one(index: int) -> End:
         end = End()
-        source = StreamBatches(pictures.training(root, 8, max_bad, end.told.append, workers=0), BATCH, seed=1)
+        split = pictures.training(root, 8, max_bad, lambda image: end.told.append(str(image)), workers=0)
+        source = StreamBatches(split, BATCH, seed=1)
         place = Place(1, shards=(line := Line(index, size, said, meeting)), everyone=line)
         share_reading(source, place)
         try:

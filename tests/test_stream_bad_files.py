@@ -11,6 +11,7 @@ import pytest
 
 from dllp import data
 from dllp.data import StreamBatches, reader
+from dllp.data.arrays import Augment
 from dllp.data.bad import Tally, Unreadable, share
 from dllp.errors import ConfigError, DataError
 from tests import pictures
@@ -23,7 +24,7 @@ def test_few_bad_files_are_named_and_left_out(own_photographs: Path) -> None:
     (own_photographs / "train" / "dog" / "ink.jpg").write_bytes(pictures.jpeg(rng, (30, 30), "CMYK"))
     (own_photographs / "val" / "cat" / "empty.jpg").touch()
     told: list[str] = []
-    split = pictures.load(own_photographs, max_bad="25%", tell=told.append)
+    split = pictures.load(own_photographs, max_bad="25%", tell=lambda image: told.append(str(image)))
     assert len(split.train) == 32 and len(split.test) == 8 and split.test.y.tolist() == [0] * 4 + [1] * 4
     alone, several = (StreamBatches(replace(split.train, workers=w), 8, seed=0) for w in (0, 2))
     assert pictures.same(list(alone.epoch(0)), list(several.epoch(0)))
@@ -36,11 +37,20 @@ def test_few_bad_files_are_named_and_left_out(own_photographs: Path) -> None:
 
 @pytest.mark.parametrize("augment", ["resized-crop", "none", "crop-flip"])
 @pytest.mark.parametrize("max_bad", ["0.1%", 0.15])
-def test_many_bad_files_are_an_error_with_their_list(own_photographs: Path, augment: str, max_bad: str | float) -> None:
+def test_many_bad_files_are_an_error_with_their_list(
+    own_photographs: Path, augment: Augment, max_bad: str | float
+) -> None:
     names = pictures.bad(own_photographs / "train" / "cat")
     told: list[str] = []
     with pytest.raises(DataError, match=f"cannot read 6 of 30 images, more than max_bad = {max_bad} allows") as caught:
-        data.load(own_photographs, image_size=16, augment=augment, workers=0, max_bad=max_bad, tell=told.append)  # type: ignore
+        data.load(
+            own_photographs,
+            image_size=16,
+            augment=augment,
+            workers=0,
+            max_bad=max_bad,
+            tell=lambda image: told.append(str(image)),
+        )
     assert all(name in str(caught.value) for name in names) and "\n" not in str(caught.value) and not told
 
 

@@ -12,7 +12,7 @@ import torch
 from dllp import reading
 from dllp.data import cifar10, digits, folder, large, npy, shards
 from dllp.data.arrays import ArrayData, Augment, Batches
-from dllp.data.bad import MAX_BAD, Tell
+from dllp.data.bad import MAX_BAD, Tell, share
 from dllp.data.checks import check_finite, check_labels, from_pair, validate
 from dllp.data.download import Progress
 from dllp.data.loaders import BatchSource, LoaderBatches
@@ -90,9 +90,10 @@ def load(
         workers: Processes that decode streamed images; by default one for each core, up to 16.
         max_bad: Share of a split's images that may be unreadable, such as 0.1%: they are left out.
         progress: Called with (bytes so far, bytes in all) during a download, to draw a progress bar.
-        tell: Called with one line for each image that is left out.
+        tell: Called with each image that is left out; as text it is one line, so that `print` will do.
     """
     name = str(name_or_path)
+    share(max_bad)
     if image_size is not None and not 1 <= image_size <= LARGEST_IMAGE:
         raise DataError(f"image_size = {image_size}: a number of pixels from 1 to {LARGEST_IMAGE} is needed")
     if name == "digits":

@@ -10,7 +10,22 @@ from dllp.errors import ConfigError, DataError
 MAX_BAD = "0.1%"
 LISTED = 10
 """Names that an error lists."""
-Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """An image that cannot be read and is done without, `count` of `total` by then; as text one line."""
+
+    name: str
+    reason: str
+    count: int
+    total: int
+
+    def __str__(self) -> str:
+        return f"{self.name} is left out, {self.count} of {self.total} images so far: {self.reason}"
+
+
+Tell = Callable[[LeftOut], None]
 
 
 class Unreadable(Exception):
@@ -24,7 +39,7 @@ class Tally:
     Args:
         total: Images of the split.
         max_bad: The share of them that may be bad, as :func:`share` takes it.
-        tell: Called with one line for each bad image.
+        tell: Called with each bad image.
     """
 
     total: int
@@ -49,7 +64,7 @@ class Tally:
             )
         if self.tell is not None:
             for count, (name, reason) in enumerate(new.items(), known + 1):
-                self.tell(f"{name} is left out, {count} of {self.total} images so far: {reason}")
+                self.tell(LeftOut(name, reason, count, self.total))
 
 
 def shortened(names: Sequence[str]) -> str:
