@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +23,9 @@ from dllp.errors import DataError
 
 TOGETHER = 64
 """Images that a thread decodes before it looks for others."""
+LARGE = 2**24
+"""Pixels of an image above which it is decoded alone: by many threads at once such images would fill the memory."""
+ALONE = threading.Lock()
 
 
 def is_image_folder(folder: Path) -> bool:
@@ -128,11 +133,11 @@ def _decode(sources: Sources, size: tuple[int, int], tally: Tally, resize: bool)
 def _image(sources: Sources, i: int, size: tuple[int, int], resize: bool) -> Image.Image:
     """One image of `size`, decoded as RGB."""
     image = images.opened(io.BytesIO(sources.read(i)))
-    if image.size == size:
-        return images.colour(image)
-    if not resize:
+    if image.size != size and not resize:
         raise DataError(
             f"{sources.path(i)} is {image.width}x{image.height} but others are {size[0]}x{size[1]}: "
             "give image_size to resize them all"
         )
-    return images.colour(image).resize(size, Image.Resampling.BILINEAR)
+    with ALONE if image.width * image.height > LARGE else nullcontext():
+        image = images.colour(image)
+        return image if image.size == size else image.resize(size, Image.Resampling.BILINEAR)
