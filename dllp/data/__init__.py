@@ -83,7 +83,7 @@ def load(
         root: Where `cifar10` is looked for first, before $DLLP_DATA and ~/.cache/dllp.
         seed: Fixes the validation split.
         validation: Number (int) or fraction (float) of training examples to hold out, stratified; 0 holds out none.
-        image_size: Side to which images of class folders and shards are resized.
+        image_size: Side to which images of class folders and shards are resized; other data are taken as they are.
         augment: `crop-flip`, `resized-crop` or `none` for training images; by default crop-flip for colour images
             in memory and resized-crop for those that are streamed. With resized-crop and an image_size the images of
             any folder are streamed, because parts are cut from the originals.
@@ -97,9 +97,11 @@ def load(
     if image_size is not None and not 1 <= image_size <= LARGEST_IMAGE:
         raise DataError(f"image_size = {image_size}: a number of pixels from 1 to {LARGEST_IMAGE} is needed")
     if name == "digits":
+        _check_side(name, image_size, digits.SIDE, digits.SIDE)
         train, test = digits.arrays()
         data = Dataset(name, train, test, tuple("0123456789"))
     elif name == "cifar10":
+        _check_side(name, image_size, cifar10.SIDE, cifar10.SIDE)
         train, test = cifar10.arrays(root, progress)
         data = Dataset(name, train, test, cifar10.CLASSES)
     else:
@@ -126,7 +128,9 @@ def _from_path(path: Path, image_size: int | None, options: dict[str, Any]) -> D
     if npy.present(path):
         for file in npy.FILES:
             reading.contained(path, path / file, DataError)
-        return _from_npy(path)
+        data = _from_npy(path)
+        _check_side(str(path), image_size, *data.train.shape[1:])
+        return data
     if shards.found(path):
         return _streamed(path, large.in_shards(path), image_size, options)
     if not folder.is_image_folder(path):
@@ -142,6 +146,16 @@ def _from_path(path: Path, image_size: int | None, options: dict[str, Any]) -> D
     shared = {name: options[name] for name in ("max_bad", "tell")}
     train, test, validation = folder.arrays(found.splits, size, resize=image_size is not None, **shared)
     return Dataset(str(path), train, test, found.classes, validation)
+
+
+def _check_side(name: str, image_size: int | None, *sides: int) -> None:
+    """Raise where another size is asked for of data that are taken as they are."""
+    if image_size is not None and sides != (image_size, image_size):
+        held = f"images of {'x'.join(map(str, sides))}" if sides else "tables"
+        raise DataError(
+            f"image_size = {image_size}: {name} holds {held}, which are not resized: leave out image_size, or give "
+            "class folders or shards"
+        )
 
 
 def _streamed(path: Path, found: large.Found, image_size: int | None, options: dict[str, Any]) -> Dataset:
