@@ -77,7 +77,7 @@ def _evaluate(given: dict[str, Any]) -> None:
     if other:
         task = replace(task, validation=0, leave_out="")
     with progress.download(quiet=False) as bar:
-        data = task.load(stored.get("seed", 0), bar, pruning.warn)
+        data = task.load(stored.get("seed", 0), bar, lambda image: pruning.warn(str(image)))
     test = as_trained(data, known) if other else data.test
     sizes = [known.get(name, getattr(data, name)) for name in ("num_classes", "in_channels", "image_size")]
     sizes[0] = outputs(run, sizes[0])

@@ -18,6 +18,7 @@ from dllp.baselines import run as baseline
 from dllp.checkpoints import Checkpoints
 from dllp.config import Config
 from dllp.data import Dataset
+from dllp.data.bad import LeftOut, Tell
 from dllp.devices import WORKSPACE, WORKSPACES, find_device
 from dllp.errors import ConfigError, Interrupted, NumericsError, RankError
 from dllp.posterior import Posterior
@@ -87,7 +88,7 @@ def follow(ranks: Ranks, signals: Signals) -> None:
         return
     task = Task(**found["task"])
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in found["values"].items()}
-    data, config, model, new_head = prepared(ranks, task, values, quiet=True)
+    data, config, model, new_head = prepared(ranks, task, values, None, quiet=True)
     for verb, recipe in ((api.prune, config), (api.train_dense, dense_recipe(task, config, new_head))):
         if recipe is not None:
             signals.training = SharedCheckpoints(ranks, None)
@@ -100,14 +101,14 @@ def follow(ranks: Ranks, signals: Signals) -> None:
                 signals.training = None
 
 
-def prepared(ranks: Ranks, task: Task, values: dict[str, Any], quiet: bool) -> Prepared:
+def prepared(ranks: Ranks, task: Task, values: dict[str, Any], tell: Tell | None, quiet: bool) -> Prepared:
     """Data, configuration, network and what of it is new to given weights, on every process or on none."""
 
     def work() -> Prepared:
         early = task.config(values)  # bad values are told before any data is read
         find_device(early.device)
         with progress.download(quiet) as bar:
-            data = task.load(early.seed, bar, warn if ranks.rank == 0 else None)
+            data = task.load(early.seed, bar, tell)
         config = task.config(values, data).resolved()
         if config.deterministic:  # read when cuBLAS starts, which it has not yet
             os.environ.setdefault(WORKSPACE, WORKSPACES[0])
@@ -158,7 +159,7 @@ class _Pruning:
         self.tensorboard = tensorboard
 
     def run(self, task: Task, values: dict[str, Any]) -> None:
-        data, config, model, self.new_head = prepared(self.ranks, task, values, self.quiet)
+        data, config, model, self.new_head = prepared(self.ranks, task, values, self.leave_out, self.quiet)
         for text in self.new_head:
             warn(text)
         device = find_device(config.device)
@@ -269,6 +270,11 @@ class _Pruning:
         if held.signal is not None:  # it came after the last step
             raise Interrupted(held.signal)
         return result
+
+    def leave_out(self, image: LeftOut) -> None:
+        """Tell of an image that cannot be read, and log it."""
+        warn(str(image))
+        self.folder.note(image)
 
     def say(self, text: str) -> None:
         if not self.quiet:

@@ -3,7 +3,7 @@
 .lock                         held by the process that works here; without meaning once that is gone
 config.yaml                   every setting, before the first step
 checkpoints/TRAINING/step-*   the last two of each training
-log.jsonl                     a line for each epoch
+log.jsonl                     a line for each image that is left out, and for each epoch
 run.json                      written last: where it is, the run is finished, and the checkpoints go
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -22,6 +23,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from dllp import artifacts, boards, reading
+from dllp.data.bad import LeftOut
 from dllp.errors import ArtifactError, Interrupted
 from dllp.sharing import AnyCheckpoints
 from dllp.signals import Stop
@@ -62,6 +64,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self._made: list[Path] = []  # folders that were not there before, the deepest first
         self._begun = False
         self._log: list[dict[str, Any]] = []
+        self._left_out: dict[str, str] = {}
+        self._logging = False
 
     @property
     def finished(self) -> bool:
@@ -175,15 +179,42 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         """The log as it was when `training` stood at its checkpoint: no epoch is in it twice."""
         self._log = [line for line in self._log if line["training"] != training]
         self._log += [{"training": training, **record.as_dict()} for record in history]
-        text = "".join(json.dumps(line) + "\n" for line in self._log)
+        if self.resume and not self._logging:
+            self._left_out = self._known() | self._left_out
+        self._logging = True
+        images = [{"left_out": name, "reason": reason} for name, reason in self._left_out.items()]
+        text = "".join(json.dumps(line) + "\n" for line in (*images, *self._log))
         artifacts.write_bytes(self.folder / artifacts.LOG, text.encode())
 
     def log(self, training: str, record: EpochRecord) -> None:
-        """One more line."""
+        """One more epoch."""
         self._log.append({"training": training, **record.as_dict()})
+        self._append(self._log[-1])
+
+    def note(self, image: LeftOut) -> None:
+        """An image that is left out: in the log once, from the log's start on."""
+        name = os.path.abspath(image.name)  # a run that goes on reads its data by absolute paths
+        if name not in self._left_out:
+            self._left_out[name] = image.reason
+            if self._logging:
+                self._append({"left_out": name, "reason": image.reason})
+
+    def _known(self) -> dict[str, str]:
+        """What the log of a run that goes on says of images; a line that was torn says nothing."""
+        found: dict[str, str] = {}
+        path = self.folder / artifacts.LOG
+        if path.exists():
+            for line in reading.read_bytes(artifacts.member(self.folder, artifacts.LOG), reading.cap()).splitlines():
+                with suppress(ArtifactError):
+                    value = reading.parse_json(line, path)
+                    if isinstance(value, dict) and isinstance(value.get("left_out"), str):
+                        found[value["left_out"]] = str(value.get("reason", ""))
+        return found
+
+    def _append(self, line: dict[str, Any]) -> None:
         try:
             with open(self.folder / artifacts.LOG, "a", encoding="utf-8") as handle:
-                handle.write(json.dumps(self._log[-1]) + "\n")
+                handle.write(json.dumps(line) + "\n")
         except OSError as error:
             raise ArtifactError(
                 f"cannot write {self.folder / artifacts.LOG}: {error.strerror}; free some space"

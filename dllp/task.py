@@ -44,7 +44,7 @@ class Task:
         preset: `default`, the `paper`'s own setting, or `short` for 5 to 20 epochs from trained weights; single
             options still win.
         data_root: Folder in which `cifar10` is looked for.
-        image_size: Side to which images of folders and shards are resized.
+        image_size: Side to which images of class folders and shards are resized; other data are taken as they are.
         augment: Augmentation of training images; by default crop-flip for colour images in memory, resized-crop for
             large folders and shards, which are streamed.
         workers: Processes that decode streamed images; by default one for each core, up to 16.

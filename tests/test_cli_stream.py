@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+import os
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -24,6 +28,19 @@ def command(data: Path, out: Path, *words: str) -> list[str]:
     ]  # fmt: skip
 
 
+def group_terminated(_: object) -> None:
+    """SIGTERM to every process of the run by another one, as systemd, Slurm and `timeout` do it."""
+    workers = [child.pid for child in multiprocessing.active_children()]
+    subprocess.run(["kill", "-TERM", *map(str, workers), str(os.getpid())], check=True)
+
+
+def worker_killed(_: object) -> None:
+    """SIGKILL to a worker, as by a system that runs out of memory."""
+    worker = multiprocessing.active_children()[0]
+    worker.kill()
+    os.waitid(os.P_PID, worker.pid or 0, os.WEXITED | os.WNOWAIT)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A folder of 24 training images, four steps an epoch, and a run on it that nothing disturbed."""
@@ -33,10 +50,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return data, root / "whole"
 
 
-@pytest.mark.parametrize(("step", "act"), [(2, signalled(signal.SIGTERM)), (7, signalled(signal.SIGINT)), (7, killed)])
+@pytest.mark.parametrize(
+    ("step", "act"), [(2, group_terminated), (7, signalled(signal.SIGINT)), (7, killed), (6, worker_killed)]
+)
 def test_a_run_stopped_within_an_epoch_ends_bit_for_bit_the_same(
-    whole: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, act: object
-) -> None:
+    whole: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, act: object,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     data, undisturbed = whole
     words = command(data, tmp_path / "out", "--workers", "2", "--checkpoint-steps", "1")
     with monkeypatch.context() as patch:
@@ -45,7 +65,9 @@ def test_a_run_stopped_within_an_epoch_ends_bit_for_bit_the_same(
             with pytest.raises(SystemError):
                 main(words)
         else:
-            assert main(words) in (130, 143)
+            assert main(words) == {group_terminated: 143, worker_killed: 2}.get(act, 130)  # type: ignore
+            outcome = "has died" if act is worker_killed else "interrupted"
+            one_line(capsys, outcome, f"go on with dllp prune --resume --out {tmp_path / 'out'}")
     assert main(["prune", "--resume", "--quiet", "--out", str(tmp_path / "out")]) == 0
     assert digest(tmp_path / "out") == digest(undisturbed)
 
@@ -76,3 +98,23 @@ def test_bad_files_are_told_and_too_many_end_the_run(
     one_line(capsys, "cannot read 1 of 24 images, more than max_bad = 0.1% allows", "cat/003.jpg (it is empty)")
     assert main([*words, "--overwrite", "--max-bad", "all"]) == 2
     one_line(capsys, "max_bad = all", "0.1%")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_bad_files_are_in_the_log_once_after_a_resume_too(
+    whole: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streamed: bool
+) -> None:
+    data = shutil.copytree(whole[0], tmp_path / "data")
+    bad = [data / "train" / "cat" / "003.jpg", data / "val" / "dog" / "000.jpg"]
+    for path in bad:
+        path.write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    words = command(Path("data"), tmp_path / "out", "--workers", "0", "--max-bad", "20%")
+    with monkeypatch.context() as patch:
+        stop_at(patch, 5, signalled(signal.SIGTERM))
+        assert main([*words, *(() if streamed else ("--augment", "none"))]) == 143
+    assert main(["prune", "--resume", "--quiet", "--out", str(tmp_path / "out")]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert lines[:2] == [{"left_out": str(path), "reason": "it is empty"} for path in bad]
+    assert [(line["training"], line["epoch"]) for line in lines[2:]] == [("pruned", 1), ("pruned", 2)]
+    assert main(["report", str(tmp_path / "out"), "--quiet"]) == 0

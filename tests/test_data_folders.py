@@ -1,11 +1,14 @@
 """Data sets from folders of arrays and of images, and one line for every mistake."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from dllp import data
+from dllp import data, reading
+from dllp.data import folder, images, workers
 from dllp.errors import DataError
 
 # ---- arrays
@@ -100,6 +103,61 @@ def test_image_folder(tmp_path):
     cropped = data.load(str(tmp_path), augment="resized-crop").train
     assert isinstance(cropped, data.ArrayData) and cropped.augment == "resized-crop"
     assert isinstance(data.load(tmp_path, augment="resized-crop", image_size=6, workers=0).train, data.StreamedData)
+
+
+def test_every_image_is_opened_once_and_threads_change_nothing(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    names = [f"{part}/{name}/{i:02d}.png" for part in ("train", "val") for name in ("cat", "dog") for i in range(20)]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (9, 7, 3), np.uint8)).save(tmp_path / name)
+    for name in names[3:6]:
+        (tmp_path / name).write_bytes(b"no image")
+    opened, plain = [], reading._opened
+    monkeypatch.setattr(reading, "_opened", lambda path, kind: opened.append(str(path)) or plain(path, kind))
+    monkeypatch.setattr(workers, "cores", lambda: 4)
+    monkeypatch.setattr(folder, "TOGETHER", 2)
+    told = []
+    loaded = data.load(tmp_path, image_size=8, max_bad=0.1, tell=lambda image: told.append(str(image)))
+    assert sorted(opened) == sorted(str(tmp_path / name) for name in names)
+    good = names[:3] + names[6:40]
+    pictures = [Image.open(tmp_path / name).resize((8, 8), Image.Resampling.BILINEAR) for name in good]
+    assert isinstance(loaded.train, data.ArrayData)
+    assert loaded.train.x.equal(torch.from_numpy(np.stack([np.asarray(i).transpose(2, 0, 1) for i in pictures])))
+    assert loaded.train.y.tolist() == ["dog" in name for name in good]
+    assert [line.split(" is left out, ")[0] for line in told] == [str(tmp_path / name) for name in names[3:6]]
+
+
+def test_large_images_are_decoded_one_at_a_time(tmp_path, monkeypatch):
+    save_images(tmp_path)
+    now, most, colour = [], [], images.colour
+
+    def watched(image):
+        now.append(1)
+        most.append(len(now))
+        time.sleep(0.01)
+        now.pop()
+        return colour(image)
+
+    monkeypatch.setattr(images, "colour", watched)
+    monkeypatch.setattr(workers, "cores", lambda: 4)
+    monkeypatch.setattr(folder, "TOGETHER", 1)
+    monkeypatch.setattr(folder, "LARGE", 10)
+    data.load(tmp_path)
+    assert most == [1] * 12
+
+
+@pytest.mark.parametrize("name", ["digits", "cifar10", "arrays", "table"])
+def test_data_that_are_not_resized(tmp_path, name):
+    place, held = name, {"digits": "images of 8x8", "cifar10": "images of 32x32"}.get(name, "")
+    if name in ("arrays", "table"):
+        x = {} if name == "arrays" else {"train_x": np.ones((12, 5)), "test_x": np.ones((6, 5))}
+        save_arrays(tmp_path, **x)
+        place, held = tmp_path, "images of 6x6" if name == "arrays" else "tables"
+    with pytest.raises(DataError, match=rf"image_size = 16: .* holds {held}, which are not resized: leave out"):
+        data.load(place, image_size=16)
+    same = {"digits": 8, "arrays": 6}.get(name)
+    assert same is None or data.load(place, image_size=same).image_size == same
 
 
 def test_image_folder_with_three_parts_and_many_sizes(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 
 from dllp import data
 from dllp.data import StreamBatches, reader
+from dllp.data.arrays import Augment
 from dllp.data.bad import Tally, Unreadable, share
 from dllp.errors import ConfigError, DataError
 from tests import pictures
@@ -23,7 +24,7 @@ def test_few_bad_files_are_named_and_left_out(own_photographs: Path) -> None:
     (own_photographs / "train" / "dog" / "ink.jpg").write_bytes(pictures.jpeg(rng, (30, 30), "CMYK"))
     (own_photographs / "val" / "cat" / "empty.jpg").touch()
     told: list[str] = []
-    split = pictures.load(own_photographs, max_bad="25%", tell=told.append)
+    split = pictures.load(own_photographs, max_bad="25%", tell=lambda image: told.append(str(image)))
     assert len(split.train) == 32 and len(split.test) == 8 and split.test.y.tolist() == [0] * 4 + [1] * 4
     alone, several = (StreamBatches(replace(split.train, workers=w), 8, seed=0) for w in (0, 2))
     assert pictures.same(list(alone.epoch(0)), list(several.epoch(0)))
@@ -35,15 +36,37 @@ def test_few_bad_files_are_named_and_left_out(own_photographs: Path) -> None:
 
 
 @pytest.mark.parametrize("augment", ["resized-crop", "none", "crop-flip"])
-def test_many_bad_files_are_an_error_with_their_list(own_photographs: Path, augment: str) -> None:
+@pytest.mark.parametrize("max_bad", ["0.1%", 0.15])
+def test_many_bad_files_are_an_error_with_their_list(
+    own_photographs: Path, augment: Augment, max_bad: str | float
+) -> None:
     names = pictures.bad(own_photographs / "train" / "cat")
-    with pytest.raises(DataError, match=r"cannot read 1 of 30 images, more than max_bad = 0.1% allows"):
-        split = data.load(own_photographs, image_size=16, augment=augment, workers=0).train
-        list(StreamBatches(split, 8, seed=0).epoch(0))
-    with pytest.raises(DataError, match="cannot read 5 of 30") as caught:
-        split = data.load(own_photographs, image_size=16, augment=augment, workers=0, max_bad=0.15).train
-        list(StreamBatches(split, 8, seed=0).epoch(0))
-    assert sum(name in str(caught.value) for name in names) == 5 and "\n" not in str(caught.value)
+    told: list[str] = []
+    with pytest.raises(DataError, match=f"cannot read 6 of 30 images, more than max_bad = {max_bad} allows") as caught:
+        data.load(
+            own_photographs,
+            image_size=16,
+            augment=augment,
+            workers=0,
+            max_bad=max_bad,
+            tell=lambda image: told.append(str(image)),
+        )
+    assert all(name in str(caught.value) for name in names) and "\n" not in str(caught.value) and not told
+
+
+def test_a_long_list_of_bad_files_is_cut(own_photographs: Path) -> None:
+    for path in (own_photographs / "train" / "cat").iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(DataError, match=r"cannot read 12 of 24 .*cat/009.jpg \(it is empty\) and 2 more$"):
+        data.load(own_photographs, image_size=16)
+
+
+def test_bad_files_of_one_batch_are_listed_together(own_photographs: Path) -> None:
+    split = pictures.training(own_photographs, 16, "0.1%", workers=0)
+    for path in (own_photographs / "train" / "dog").iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(DataError, match=r"cannot read 12 of 24 images"):
+        next(StreamBatches(split, 24, seed=0).epoch(0))
 
 
 def test_nothing_to_read_ends_too(own_photographs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +91,7 @@ def test_a_share_of_bad_files_is_below_one(value: str | float) -> None:
     with pytest.raises(ConfigError, match="max_bad"):
         share(value)
     assert share("0.1%") == pytest.approx(0.001) and share("0.5") == share(0.5) == 0.5
-    Tally(10, 0.5).add("one", "why")
+    Tally(10, 0.5).add([("one", "why")])
 
 
 def test_a_folder_in_which_val_has_more_classes(own_photographs: Path) -> None:

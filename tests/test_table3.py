@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,11 +13,13 @@ import numpy as np
 import pytest
 
 from dllp import data as datasets
+from dllp.bench import __main__ as module
 from dllp.bench import run, tables
 from dllp.bench.jobs import Job, Runner
 from dllp.bench.plans import Quoted, Table, Variant
 from dllp.bench.splits import CLEAN, Splits
 from dllp.bench.store import Store
+from dllp.bench.worker import Settings, Worker
 from dllp.cli import main
 from dllp.data import ArrayData, StreamedData
 from dllp.errors import ArtifactError
@@ -116,6 +119,27 @@ def test_streamed_pictures_and_a_validation_split(
     assert [line["row"] for line in lines] == ["dense", "dllp-channel-65.95"]
     for line in lines:
         assert line["data"]["shape"] == [3, 16, 16] and line["evaluated_on"] == "validation"
+
+
+def test_bad_pictures_are_said(table: Table, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = shutil.copytree(folder, tmp_path / "data")
+    bad = data / "train" / "cat" / "3.jpg"
+    bad.write_bytes(b"")
+    words = ["bench", "small3", "--data", str(data), "--rows", "dense", "--epochs", "1", "--device", "cpu"]
+    for command, out in ((main, "a"), (lambda words: module.main(words[1:]), "b")):
+        assert command([*words, "--max-bad", "10%", "--out", str(tmp_path / out)]) == 0
+        warning = f"dllp: warning: {bad} is left out, 1 of 20 images so far: it is empty\n"
+        assert warning in capsys.readouterr().err
+    assert main([*words, "--max-bad", "10%", "--out", str(tmp_path / "c"), "--quiet"]) == 0
+    assert not capsys.readouterr().err
+    assert main([*words, "--out", str(tmp_path / "d")]) == 2
+    assert f"cannot read 1 of 20 images, more than max_bad = 0.1% allows: replace or remove the image {bad}" in (
+        capsys.readouterr().err
+    )
+    settings = Settings(str(data), None, "cpu", "float32", 1, loading={"max_bad": "10%"})
+    for known, lines in ((settings, 1), (replace(settings, told=(str(bad),)), 0), (replace(settings, quiet=True), 0)):
+        Worker(known)._prepare()
+        assert capsys.readouterr().err.count("is left out") == lines
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -18,7 +18,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("name", help=", ".join(TABLES))
     parser.add_argument("--seeds", type=int, nargs="+")
     parser.add_argument("--rows", nargs="+")
-    for name in ("--out", "--data", "--data-root", "--device", "--precision", "--shard", "--address"):
+    for name in ("--out", "--data", "--data-root", "--device", "--precision", "--shard", "--address", "--max-bad"):
         parser.add_argument(name)
     parser.add_argument("--launcher", choices=tuple(LAUNCHERS))
     for name in ("--epochs", "--validation", "--image-size", "--workers", "--jobs", "--cpus"):

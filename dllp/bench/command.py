@@ -19,8 +19,9 @@ from dllp.bench.jobs import Runner
 from dllp.bench.launch import Spread
 from dllp.bench.processes import Processes
 from dllp.bench.store import Store
-from dllp.bench.worker import Settings
-from dllp.data import load, names
+from dllp.bench.worker import Settings, say_left_out
+from dllp.data import Dataset, load, names
+from dllp.data.bad import LeftOut
 from dllp.data.download import Progress
 from dllp.devices import find_device
 from dllp.errors import ConfigError
@@ -114,7 +115,7 @@ class _Work:
         """One job after another in this process."""
         device = find_device(self.given.get("device", "auto"))
         with download() as bar:
-            data = load(self.data, root=self.given.get("data_root"), progress=bar, **self._loading)
+            data = self._load(bar)
         with reporter() as shown:
             machine = {"device": str(device), "precision": self._precision(device.type), "recompute": self._recompute}
             watch = {"on_epoch": shown.epoch, "on_step": shown.step}
@@ -135,9 +136,21 @@ class _Work:
                 self._spread(cluster.Cluster(settings, self.given.get("cpus", 1), count))
             return
         device = find_device(self.given.get("device", "auto"))
+        told: list[str] = []
         with download() as bar:  # one download for all, and mistakes are told before a process starts
-            load(self.data, root=self.given.get("data_root"), progress=bar, **self._loading)
-        self._spread(Processes(self._settings(str(device)), count))
+            self._load(bar, told)
+        self._spread(Processes(self._settings(str(device), told), count))
+
+    def _load(self, bar: Progress | None, told: list[str] | None = None) -> Dataset:
+        """The data; images that cannot be read are said, and added to `told`."""
+
+        def tell(image: LeftOut) -> None:
+            if told is not None:
+                told.append(_absolute(image.name))
+            if not self.given.get("quiet"):
+                say_left_out(image)
+
+        return load(self.data, root=self.given.get("data_root"), progress=bar, tell=tell, **self._loading)
 
     def _spread(self, pool: Processes | cluster.Cluster) -> None:
         def tell(text: str) -> None:
@@ -146,19 +159,20 @@ class _Work:
 
         Spread(self.plan, pool, self._book(pool.sharing), tell).run()
 
-    def _settings(self, device: str) -> Settings:
+    def _settings(self, device: str, told: Sequence[str] = ()) -> Settings:
         """Places as seen from anywhere: workers may start in another folder."""
         data, root = self.data, self.given.get("data_root")
         data = data if data in names() else _absolute(data)
         return Settings(
             data, root and _absolute(root), device, self._precision(device), threads=1, loading=self._loading,
-            recompute=self._recompute, everywhere=self._everywhere, seen=run.seen_data(self.store),
+            recompute=self._recompute, everywhere=self._everywhere, seen=run.seen_data(self.store), told=told,
+            quiet=self.given.get("quiet", False),
         )  # fmt: skip
 
     @property
     def _loading(self) -> dict[str, Any]:
         """How images of a folder are read."""
-        return {option: self.given[option] for option in ("image_size", "workers") if option in self.given}
+        return {option: self.given[option] for option in ("image_size", "workers", "max_bad") if option in self.given}
 
     @property
     def _everywhere(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from dllp.bench.attempt import Failed, attempt
 from dllp.bench.jobs import Job, Outcome, Runner
 from dllp.bench.run import check_data
 from dllp.data import load
+from dllp.data.bad import LeftOut
 from dllp.devices import find_device
 from dllp.errors import DllpError, WorkerError
 from dllp.version import __version__
@@ -30,6 +32,8 @@ class Settings:
         recompute: Whether activations are computed twice instead of kept.
         everywhere: Whether predictions on corrupted and foreign inputs are wanted too.
         seen: What finished runs were trained on.
+        told: Images that are known to be left out: whoever hands out the jobs has said so.
+        quiet: Whether to say nothing of others.
         version: Of whoever hands out the jobs.
     """
 
@@ -42,6 +46,8 @@ class Settings:
     recompute: bool = False
     everywhere: bool = True
     seen: Sequence[dict[str, Any]] = ()
+    told: Sequence[str] = ()
+    quiet: bool = False
     version: str = __version__
 
 
@@ -84,7 +90,16 @@ class Worker:
             raise WorkerError(f"it has dllp {__version__}, not {own.version}: install the same version everywhere")
         torch.set_num_threads(own.threads)
         machine: dict[str, Any] = {"device": str(find_device(own.device)), "precision": own.precision}
-        data = load(own.data, root=own.root, **own.loading)
+        data = load(own.data, root=own.root, tell=None if own.quiet else self._tell, **own.loading)
         runner = Runner(data, everywhere=own.everywhere, **machine, recompute=own.recompute)
         check_data(own.seen, runner)
         return runner
+
+    def _tell(self, image: LeftOut) -> None:
+        if image.name not in self.settings.told:
+            say_left_out(image)
+
+
+def say_left_out(image: LeftOut) -> None:
+    """One line on standard error."""
+    print("dllp: warning:", " ".join(str(image).split()), file=sys.stderr, flush=True)

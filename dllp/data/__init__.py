@@ -12,7 +12,7 @@ import torch
 from dllp import reading
 from dllp.data import cifar10, digits, folder, large, npy, shards
 from dllp.data.arrays import ArrayData, Augment, Batches
-from dllp.data.bad import MAX_BAD, Tell
+from dllp.data.bad import MAX_BAD, Tell, share
 from dllp.data.checks import check_finite, check_labels, from_pair, validate
 from dllp.data.download import Progress
 from dllp.data.loaders import BatchSource, LoaderBatches
@@ -83,22 +83,25 @@ def load(
         root: Where `cifar10` is looked for first, before $DLLP_DATA and ~/.cache/dllp.
         seed: Fixes the validation split.
         validation: Number (int) or fraction (float) of training examples to hold out, stratified; 0 holds out none.
-        image_size: Side to which images of class folders and shards are resized.
+        image_size: Side to which images of class folders and shards are resized; other data are taken as they are.
         augment: `crop-flip`, `resized-crop` or `none` for training images; by default crop-flip for colour images
             in memory and resized-crop for those that are streamed. With resized-crop and an image_size the images of
             any folder are streamed, because parts are cut from the originals.
         workers: Processes that decode streamed images; by default one for each core, up to 16.
         max_bad: Share of a split's images that may be unreadable, such as 0.1%: they are left out.
         progress: Called with (bytes so far, bytes in all) during a download, to draw a progress bar.
-        tell: Called with one line for each image that is left out.
+        tell: Called with each image that is left out; as text it is one line, so that `print` will do.
     """
     name = str(name_or_path)
+    share(max_bad)
     if image_size is not None and not 1 <= image_size <= LARGEST_IMAGE:
         raise DataError(f"image_size = {image_size}: a number of pixels from 1 to {LARGEST_IMAGE} is needed")
     if name == "digits":
+        _check_side(name, image_size, digits.SIDE, digits.SIDE)
         train, test = digits.arrays()
         data = Dataset(name, train, test, tuple("0123456789"))
     elif name == "cifar10":
+        _check_side(name, image_size, cifar10.SIDE, cifar10.SIDE)
         train, test = cifar10.arrays(root, progress)
         data = Dataset(name, train, test, cifar10.CLASSES)
     else:
@@ -125,7 +128,9 @@ def _from_path(path: Path, image_size: int | None, options: dict[str, Any]) -> D
     if npy.present(path):
         for file in npy.FILES:
             reading.contained(path, path / file, DataError)
-        return _from_npy(path)
+        data = _from_npy(path)
+        _check_side(str(path), image_size, *data.train.shape[1:])
+        return data
     if shards.found(path):
         return _streamed(path, large.in_shards(path), image_size, options)
     if not folder.is_image_folder(path):
@@ -134,13 +139,23 @@ def _from_path(path: Path, image_size: int | None, options: dict[str, Any]) -> D
             "add one of the three"
         )
     found = large.in_classes(path)
-    width, height = (image_size, image_size) if image_size else folder.first_size(found.splits["train"][0])
+    size = (image_size, image_size) if image_size else folder.first_size(found.splits["train"][0])
     from_originals = options["augment"] == "resized-crop" and image_size is not None
-    if from_originals or len(found) * 3 * width * height > IN_MEMORY:
+    if from_originals or len(found) * 3 * size[0] * size[1] > IN_MEMORY:
         return _streamed(path, found, image_size, options)
     shared = {name: options[name] for name in ("max_bad", "tell")}
-    train, test, validation = folder.arrays(found.splits, image_size, **shared)
+    train, test, validation = folder.arrays(found.splits, size, resize=image_size is not None, **shared)
     return Dataset(str(path), train, test, found.classes, validation)
+
+
+def _check_side(name: str, image_size: int | None, *sides: int) -> None:
+    """Raise where another size is asked for of data that are taken as they are."""
+    if image_size is not None and sides != (image_size, image_size):
+        held = f"images of {'x'.join(map(str, sides))}" if sides else "tables"
+        raise DataError(
+            f"image_size = {image_size}: {name} holds {held}, which are not resized: leave out image_size, or give "
+            "class folders or shards"
+        )
 
 
 def _streamed(path: Path, found: large.Found, image_size: int | None, options: dict[str, Any]) -> Dataset:

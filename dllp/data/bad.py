@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dllp.errors import ConfigError, DataError
 
 MAX_BAD = "0.1%"
-Tell = Callable[[str], None]
+LISTED = 10
+"""Names that an error lists."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """An image that cannot be read and is done without, `count` of `total` by then; as text one line."""
+
+    name: str
+    reason: str
+    count: int
+    total: int
+
+    def __str__(self) -> str:
+        return f"{self.name} is left out, {self.count} of {self.total} images so far: {self.reason}"
+
+
+Tell = Callable[[LeftOut], None]
 
 
 class Unreadable(Exception):
@@ -22,7 +39,7 @@ class Tally:
     Args:
         total: Images of the split.
         max_bad: The share of them that may be bad, as :func:`share` takes it.
-        tell: Called with one line for each bad image.
+        tell: Called with each bad image.
     """
 
     total: int
@@ -30,20 +47,30 @@ class Tally:
     tell: Tell | None = None
     found: dict[str, str] = field(default_factory=dict)
 
-    def add(self, name: str, reason: str) -> None:
-        """Count an image, once however often it is met; raise when there are too many."""
-        if name in self.found:
-            return
-        self.found[name] = reason
-        if len(self.found) > share(self.max_bad) * self.total:
-            listed = ", ".join(f"{name} ({reason})" for name, reason in self.found.items())
+    def add(self, bad: Iterable[tuple[str, str]]) -> None:
+        """Count images by name and reason, each once however often it is met; raise where there are too many.
+
+        All of `bad` are counted first: the error is to name what a user has to repair, not the first file of it.
+        """
+        new = {name: reason for name, reason in bad if name not in self.found}
+        known = len(self.found)
+        self.found |= new
+        if new and len(self.found) > share(self.max_bad) * self.total:
+            listed = shortened([f"{name} ({reason})" for name, reason in self.found.items()])
             several = "s" * (len(self.found) > 1)
             raise DataError(
                 f"cannot read {len(self.found)} of {self.total} images, more than max_bad = {self.max_bad} allows: "
                 f"replace or remove the image{several} {listed}"
             )
         if self.tell is not None:
-            self.tell(f"{name} is left out, {len(self.found)} of {self.total} images so far: {reason}")
+            for count, (name, reason) in enumerate(new.items(), known + 1):
+                self.tell(LeftOut(name, reason, count, self.total))
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first few of a list, and how many more there are."""
+    more = len(names) - LISTED
+    return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def share(value: str | float) -> float:

@@ -17,6 +17,7 @@ from dllp.errors import DataError
 URL = "https://www.cs.toronto.edu/~kriz/"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 MEAN = (0.49140, 0.48216, 0.44653)
+SIDE = 32
 STD = (0.24703, 0.24349, 0.26159)
 
 
@@ -58,7 +59,7 @@ def _read(place: Path) -> list[Arrays] | None:
 def _from_npy(folder: Path) -> list[Arrays]:
     for name in ("train_x.npy", "test_x.npy"):
         shape, dtype = npy.header(folder / name)
-        if shape[1:] != (32, 32, 3) or dtype != np.uint8:
+        if shape[1:] != (SIDE, SIDE, 3) or dtype != np.uint8:
             raise DataError(f"{folder / name} holds {dtype} of shape {shape}: CIFAR-10 is uint8 of (N, 32, 32, 3)")
     for name in ("train_y.npy", "test_y.npy"):
         shape, dtype = npy.header(folder / name)

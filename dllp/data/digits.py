@@ -10,6 +10,7 @@ from dllp.data.arrays import ArrayData
 from dllp.data.split import stratified
 
 TEST = 360
+SIDE = 8
 SPLIT_SEED = 0
 
 
@@ -26,7 +27,7 @@ def arrays() -> tuple[ArrayData, ArrayData]:
     from sklearn.datasets import load_digits
 
     values, target = load_digits(return_X_y=True)
-    x = torch.from_numpy(values).mul(255 / 16).round().to(torch.uint8).view(-1, 1, 8, 8)
+    x = torch.from_numpy(values).mul(255 / 16).round().to(torch.uint8).view(-1, 1, SIDE, SIDE)
     y = torch.from_numpy(target).long()
     held = torch.zeros(len(y), dtype=torch.bool)
     held[stratified(y, TEST, SPLIT_SEED)] = True

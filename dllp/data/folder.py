@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +14,18 @@ import torch
 from PIL import Image
 
 from dllp import reading
-from dllp.data import images
+from dllp.data import images, workers
 from dllp.data.arrays import ArrayData, Augment
 from dllp.data.augment import PADDING
-from dllp.data.bad import MAX_BAD, Tally, Tell, Unreadable
+from dllp.data.bad import MAX_BAD, Tally, Tell, Unreadable, shortened
 from dllp.data.sources import Sources, of_files
 from dllp.errors import DataError
+
+TOGETHER = 64
+"""Images that a thread decodes before it looks for others."""
+LARGE = 2**24
+"""Pixels of an image above which it is decoded alone: by many threads at once such images would fill the memory."""
+ALONE = threading.Lock()
 
 
 def is_image_folder(folder: Path) -> bool:
@@ -24,21 +34,20 @@ def is_image_folder(folder: Path) -> bool:
 
 def arrays(
     splits: dict[str, tuple[Sources, torch.Tensor]],
-    image_size: int | None = None,
+    size: tuple[int, int],
     *,
+    resize: bool = False,
     max_bad: str | float = MAX_BAD,
     tell: Tell | None = None,
 ) -> tuple[ArrayData, ArrayData, ArrayData | None]:
     """(train, test, validation); validation is val/ where both val/ and test/ exist, else None.
 
-    Every image is taken as RGB. With `image_size` all are resized to that square (bilinear); without it all must
-    have one size already. Normalisation is that of the training images.
+    Every image is taken as RGB. With `resize` all are resized (bilinear) to `size`, width and height; without it all
+    must have that size already. Normalisation is that of the training images.
     """
-    size = (image_size, image_size) if image_size else None
     loaded: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for name, (place, y) in splits.items():
-        tally = Tally(len(place), max_bad, tell)
-        pixels, read, size = _decode(place, size, tally, resize=image_size is not None)
+        pixels, read = _decode(place, size, Tally(len(place), max_bad, tell), resize)
         loaded[name] = pixels, y[read]
     mean, std = statistics(loaded["train"][0])
     split = {name: ArrayData(x, y, mean, std) for name, (x, y) in loaded.items()}
@@ -61,10 +70,11 @@ def first_size(sources: Sources) -> tuple[int, int]:
     reasons = []
     for i in range(len(sources)):
         try:
-            return _image(sources, i).size
+            with images.quiet():
+                return images.opened(io.BytesIO(sources.read(i))).size
         except Unreadable as error:
             reasons.append(f"{sources.name(i)} ({error})")
-    raise DataError(f"none of {len(sources)} training images can be read: {', '.join(reasons)}")
+    raise DataError(f"none of {len(sources)} training images can be read: {shortened(reasons)}")
 
 
 def default_augment(x: torch.Tensor) -> Augment:
@@ -89,49 +99,45 @@ def _listed(folder: Path) -> list[Path]:
         raise DataError(f"cannot read {folder}: {error.strerror}") from None
 
 
-def _decode(
-    sources: Sources, size: tuple[int, int] | None, tally: Tally, resize: bool
-) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
-    """Pixels, which images they are, their size. Every header first: memory is taken when all are known to fit it."""
-    good = []
-    for i in range(len(sources)):
-        try:
-            found = _image(sources, i).size
-        except Unreadable as error:
-            tally.add(sources.name(i), str(error))
-            continue
-        good.append(i)
-        size = size or found
-        if found != size and not resize:
-            raise DataError(
-                f"{sources.path(i)} is {found[0]}x{found[1]} but others are {size[0]}x{size[1]}: "
-                "give image_size to resize them all"
-            )
-    width, height = size or (0, 0)
-    if len(good) * 3 * height * width > reading.cap():
+def _decode(sources: Sources, size: tuple[int, int], tally: Tally, resize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pixels, and which images they are: each is opened once, by threads, for Pillow decodes without Python's lock."""
+    width, height = size
+    if len(sources) * 3 * height * width > reading.cap():
         raise DataError(
-            f"{len(good)} images of {width}x{height} take more than the {reading.cap()} bytes of "
+            f"{len(sources)} images of {width}x{height} take more than the {reading.cap()} bytes of "
             f"${reading.CAP_VARIABLE}: give a smaller image_size"
         )
-    pixels, read = np.empty((len(good), 3, height, width), np.uint8), []
-    for i in good:
-        try:
-            image = _image(sources, i, decode=True)
-        except Unreadable as error:
-            tally.add(sources.name(i), str(error))
-            continue
-        if image.size != (width, height):
-            image = image.resize((width, height), Image.Resampling.BILINEAR)
-        pixels[len(read)] = np.asarray(image).transpose(2, 0, 1)
-        read.append(i)
-    return torch.from_numpy(pixels[: len(read)]), torch.tensor(read, dtype=torch.int64), (width, height)
+    pixels = np.empty((len(sources), 3, height, width), np.uint8)
+
+    def work(start: int) -> list[tuple[int, str]]:
+        """Fill the rows from `start` on; returns what cannot be read."""
+        bad = []
+        for i in range(start, min(start + TOGETHER, len(sources))):
+            try:
+                pixels[i] = images.pixels(_image(sources, i, size, resize)).transpose(2, 0, 1)
+            except Unreadable as error:
+                bad.append((i, str(error)))
+        return bad
+
+    with images.quiet(), ThreadPoolExecutor(workers.cores()) as pool:
+        bad = [found for some in pool.map(work, range(0, len(sources), TOGETHER)) for found in some]
+    tally.add((sources.name(i), reason) for i, reason in bad)
+    left_out = {i for i, _ in bad}
+    read = [i for i in range(len(sources)) if i not in left_out]
+    for k, i in enumerate(read):
+        if k != i:
+            pixels[k] = pixels[i]
+    return torch.from_numpy(pixels[: len(read)]), torch.tensor(read, dtype=torch.int64)
 
 
-def _image(sources: Sources, i: int, decode: bool = False) -> Image.Image:
-    """The image as its header describes it, or decoded as RGB."""
-    try:
-        with reading.open_plain(Path(sources.path(i)), DataError) as file, images.quiet():
-            image = images.opened(file)
-            return images.colour(image) if decode else image
-    except DataError as error:
-        raise Unreadable(str(error)) from None
+def _image(sources: Sources, i: int, size: tuple[int, int], resize: bool) -> Image.Image:
+    """One image of `size`, decoded as RGB."""
+    image = images.opened(io.BytesIO(sources.read(i)))
+    if image.size != size and not resize:
+        raise DataError(
+            f"{sources.path(i)} is {image.width}x{image.height} but others are {size[0]}x{size[1]}: "
+            "give image_size to resize them all"
+        )
+    with ALONE if image.width * image.height > LARGE else nullcontext():
+        image = images.colour(image)
+        return image if image.size == size else image.resize(size, Image.Resampling.BILINEAR)

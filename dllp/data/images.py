@@ -121,13 +121,13 @@ class Part:
         bottom = max(top + 1, min(height, round(self.box[3])))
         factor = int(min(right - left, bottom - top) / (GAP * self.size))
         if factor > 1:
-            return _pixels(image.reduce(factor, (left, top, right, bottom)))
+            return pixels(image.reduce(factor, (left, top, right, bottom)))
         if width * height > SMALL:
-            return _pixels(image.crop((left, top, right, bottom)))
-        return _pixels(image)[top:bottom, left:right]
+            return pixels(image.crop((left, top, right, bottom)))
+        return pixels(image)[top:bottom, left:right]
 
 
-def _pixels(image: Image.Image) -> np.ndarray:
+def pixels(image: Image.Image) -> np.ndarray:
     """(H, W, 3) without the copy that numpy's own way takes."""
     return np.frombuffer(image.tobytes(), np.uint8).reshape(image.height, image.width, 3)
 

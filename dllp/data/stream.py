@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,11 +13,10 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from PIL import ImageFile
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from dllp.data import reader
+from dllp.data import reader, workers
 from dllp.data.arrays import ArrayData, Augment, generator
 from dllp.data.bad import Tally
 from dllp.data.images import DRAWS, quiet
@@ -28,12 +25,9 @@ from dllp.data.resize import resize_all
 from dllp.data.sources import Sources
 from dllp.errors import DataError
 
-MOST_WORKERS = 16
 IN_MEMORY = 2**32
 """Bytes up to which decoded images are kept in memory."""
 CHUNK = 64
-BLOCK = 2**20
-"""Bytes that Pillow reads or gives at a time in a worker: by its own 2**16 a large image is put together in parts."""
 CACHED = 2**18
 """Numbers normalised at once on a CPU: they stay in its cache."""
 
@@ -91,8 +85,7 @@ class StreamedData:
 
     def count(self, bad: Iterable[tuple[int, str]]) -> None:
         """Add images that cannot be read, by number and with the reason, to the tally."""
-        for number, reason in bad:
-            self.tally.add(self.sources.name(number), reason)
+        self.tally.add((self.sources.name(number), reason) for number, reason in bad)
 
     def decoded(self, device: torch.device | str = "cpu") -> ArrayData:
         """The middle of every image, decoded once and for all; images that cannot be read are left out.
@@ -100,13 +93,14 @@ class StreamedData:
         Beyond :data:`IN_MEMORY` bytes they lie in a temporary file, which the system reads as they are needed.
         """
         requests = [Request(np.arange(i, min(i + CHUNK, len(self)))) for i in range(0, len(self), CHUNK)]
-        x, read = _room((len(self), *self.shape)), []
+        x, read, bad = _room((len(self), *self.shape)), [], list[tuple[int, str]]()
         filled = 0
         for pixels, answer in pictures(self, requests, device):
-            self.count(answer.bad)
+            bad += answer.bad
             x[filled : filled + len(pixels)] = pixels.cpu().numpy()
             filled += len(pixels)
             read.append(torch.from_numpy(answer.numbers))
+        self.count(bad)
         if not filled:
             raise DataError("there are no images to decode: at least one is needed")
         return ArrayData(torch.from_numpy(x[:filled]), self.y[torch.cat(read)], self.mean, self.std)
@@ -128,25 +122,32 @@ def pictures(
 
 def read(data: StreamedData, requests: Iterable[Request], finish: bool) -> Iterator[Answer]:
     """The answer to each request, as :class:`Reader` gives it."""
-    workers = _cores() if data.workers is None else data.workers
+    count = workers.cores() if data.workers is None else data.workers
     if isinstance(requests, list):
-        workers = min(workers, len(requests))
-    with quiet():  # more processes than cores are the user's choice
+        count = min(count, len(requests))
+    with quiet(), workers.deaf():  # more processes than cores are the user's choice
         loader = DataLoader(
             Reader(data.sources, data.image_size, finish), sampler=requests, batch_size=None,  # type: ignore
-            collate_fn=_as_is, num_workers=workers, prefetch_factor=reader.AHEAD if workers else None,
-            worker_init_fn=_begin_worker, pin_memory=not finish,
+            collate_fn=_as_is, num_workers=count, prefetch_factor=reader.AHEAD if count else None,
+            worker_init_fn=workers.begin, pin_memory=not finish,
             generator=torch.Generator(),  # else it would draw from the run's own random numbers
         )  # fmt: skip
         batches = iter(loader)
+    workers.watch.begin()
     try:
-        yield from batches
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+        while True:
+            with workers.watch:
+                answer = next(batches, None)
+            if answer is None:
+                return
+            yield answer
+    except (RuntimeError, ConnectionError, EOFError) as error:  # the latter where it dies while it hands a batch over
+        if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
             raise
+        reason = (str(error).splitlines() or ["its pipe is closed"])[0].strip(" .")
         raise DataError(
-            f"a process that decodes images has died ({str(error).splitlines()[0]}): give it more memory, shared "
-            "memory too, or lower workers or batch_size"
+            f"a process that decodes images has died ({reason}): give it more memory, shared memory too, or lower "
+            "workers or batch_size"
         ) from None
 
 
@@ -208,8 +209,7 @@ class StreamBatches:
         said = self._exchange(json.dumps([missing, answer.bad]).encode() if answer.bad else b"")
         parts = [json.loads(text) for text in said if text]
         try:
-            for _, bad in parts:
-                self.data.count(bad)
+            self.data.count(found for _, bad in parts for found in bad)
             if any(missing for missing, _ in parts):
                 root = self.data.sources.root
                 raise DataError(f"{reader.TRIES} images in a row cannot be read: check the folder {root}")
@@ -262,19 +262,6 @@ class Order(Sampler[Request]):
 
 def _as_is(batch: Any) -> Any:
     return batch
-
-
-def _begin_worker(number: int) -> None:
-    """A signal is the training process's to answer: after Ctrl-C it still needs the batch that it waits for."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    ImageFile.MAXBLOCK = BLOCK
-
-
-def _cores() -> int:
-    """Cores for each process of the run on this host that this one may use, up to a limit."""
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(max(1, own // int(os.environ.get("LOCAL_WORLD_SIZE", 1))), MOST_WORKERS)
 
 
 def _room(shape: tuple[int, ...]) -> np.ndarray:

@@ -143,7 +143,7 @@ def bench() -> ArgumentParser:
     parser.add_argument("--out", type=str, default=RESULTS, metavar="DIR", help="Folder of all results.")
     text = "Folder of images for table3: class folders or tar shards, of any size."
     parser.add_argument("--data", type=str, metavar="FOLDER", help=text)
-    add_fields(parser, Task, ("data_root", "image_size", "workers"))
+    add_fields(parser, Task, ("data_root", "image_size", "workers", "max_bad"))
     add_fields(parser, Config, ("device", "recompute"))
     text = "float32, or bfloat16 with float32 master weights. (default: bfloat16 on CUDA)"
     parser.add_argument("--precision", type=Literal["float32", "bfloat16"], metavar="float32|bfloat16", help=text)
