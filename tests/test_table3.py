@@ -121,6 +121,14 @@ def test_streamed_pictures_and_a_validation_split(
         assert line["data"]["shape"] == [3, 16, 16] and line["evaluated_on"] == "validation"
 
 
+def test_workers_of_a_launcher_read_with_workers_of_their_own(table: Table, folder: Path, tmp_path: Path) -> None:
+    data = pictures.shards(tmp_path / "shards", folder)
+    words = ["--data", str(data), "--image-size", "16", "--workers", "1", "--epochs", "1", "--device", "cpu", "--quiet"]
+    places = ["--launcher", "local", "--jobs", "1", "--rows", "dense", "--out", str(tmp_path)]
+    assert main(["bench", "small3", *words, *places]) == 0
+    assert [line["row"] for line in Store(tmp_path / "small3-epochs1").lines()] == ["dense"]
+
+
 def test_bad_pictures_are_said(table: Table, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = shutil.copytree(folder, tmp_path / "data")
     bad = data / "train" / "cat" / "3.jpg"

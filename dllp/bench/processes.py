@@ -64,9 +64,7 @@ class Processes:
     def hire(self) -> Hand:
         number = min(set(range(self.count)) - {hand.number for hand in self.hands})
         here, there = SPAWN.Pipe()
-        process = SPAWN.Process(
-            target=serve, args=(there, self.place(number)), name=f"dllp-worker-{number}", daemon=True
-        )
+        process = SPAWN.Process(target=serve, args=(there, self.place(number)), name=f"dllp-worker-{number}")
         with _without_interrupts():
             process.start()
         there.close()
