@@ -30,11 +30,6 @@ def find_device(name: str, local: int | None = None) -> torch.device:
     return device
 
 
-def lane(device: torch.device) -> int:
-    """Channels that the device likes to compute together: tensor cores want multiples of 8."""
-    return 8 if device.type == "cuda" else 1
-
-
 def check_repeatable(device: torch.device, deterministic: bool) -> None:
     """Raise where deterministic kernels are asked for and the environment does not allow them."""
     if deterministic and device.type == "cuda" and os.environ.get(WORKSPACE) not in WORKSPACES:

@@ -19,7 +19,6 @@ from torch.func import functional_call
 from dllp import fusion, objective, parallel, priors, recompute, rounding, schedule, sharednorm, stein
 from dllp.belief import Belief
 from dllp.config import Config
-from dllp.devices import lane
 from dllp.gating import ChannelGating, WeightGating
 from dllp.parallel import Mirror, Place
 from dllp.particles import Particles
@@ -51,7 +50,7 @@ class Step:
         self.place, self.share = place or Place(len(particles)), 1.0  # the batch's part that this process sees
         self.mirror: Mirror | None = None  # of other processes' particles, once the gates are discrete
         self.belief = Belief(gating, config, rows, num_data, self.place)
-        self.lane = lane(device)
+        self.lane = 8 if device.type == "cuda" else 1  # widths that tensor cores like
         self.fused = device.type == "cuda" and config.engine != "eager" and fusion.available()
         self.computing: list[nn.Module] = []  # what forward runs: the active networks, their norms fused where possible
         self.recompute = recompute.Recompute()

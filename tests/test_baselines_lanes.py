@@ -24,12 +24,12 @@ def test_dead_channels_change_nothing(build, name: str, monkeypatch: pytest.Monk
     def watched(verb, stage, model, data, config):
         return verb(model, data, config, on_start=lambda trainer: trained.append(trainer.particles.networks[0]))
 
-    plain = run.prune(find(name), network(), data, SHORT, finetune_epochs=2, train=watched)
-    monkeypatch.setattr(lanes, "lane", lambda device: 8)
     laned = run.prune(find(name), network(), data, SHORT, finetune_epochs=2, train=watched)
+    monkeypatch.setattr(lanes, "MULTIPLE", 1)
+    plain = run.prune(find(name), network(), data, SHORT, finetune_epochs=2, train=watched)
 
-    widths = {m.out_channels for m in trained[-1].modules() if isinstance(m, torch.nn.Conv2d)}
-    narrow = {m.out_channels for m in trained[1].modules() if isinstance(m, torch.nn.Conv2d)}
+    widths = {m.out_channels for m in trained[1].modules() if isinstance(m, torch.nn.Conv2d)}
+    narrow = {m.out_channels for m in trained[-1].modules() if isinstance(m, torch.nn.Conv2d)}
     assert any(width % 8 for width in narrow) and not any(width % 8 for width in widths)
     tensors = (pruned.result.model.state_dict() for pruned in (plain, laned))
     for (name, a), b in zip(next(tensors).items(), next(tensors).values(), strict=True):

@@ -1,4 +1,7 @@
-"""Fine-tuning a cut network in widths that the device likes: dead channels are added, and taken away afterwards."""
+"""Fine-tuning a cut network in widths that processors like: dead channels are added, and taken away afterwards.
+
+On every device, so that a run that was stopped on one goes on on another.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,15 @@ from torch import Tensor, nn
 from dllp.api import train_dense
 from dllp.baselines.hooks import Verb, hooked
 from dllp.config import Config
-from dllp.devices import find_device, lane
 from dllp.prepare import Data
 from dllp.result import Result, posterior_of
 from dllp.slicing import Recipe, cut, recipe, restrict
 from dllp.structure import Structure
 from dllp.train import Trainer
 from dllp.widths import padded, widened
+
+MULTIPLE = 8
+"""Tensor cores and vector units of processors want it."""
 
 
 def in_lanes(whole: nn.Module, structure: Structure, keep: Tensor) -> Verb:
@@ -28,10 +33,7 @@ def in_lanes(whole: nn.Module, structure: Structure, keep: Tensor) -> Verb:
     """
 
     def run(model: nn.Module, data: Data, config: Config, **rest: Any) -> Result:
-        multiple = lane(find_device(config.device))
-        if multiple == 1:
-            return train_dense(model, data, config, **rest)
-        wide, inner = _widen(whole, structure, keep, multiple)
+        wide, inner = _widen(whole, structure, keep)
         places = _places(wide, inner)
         _write(wide, model, places)
         result = hooked(train_dense, lambda trainer: _hold(trainer, places))(wide, data, config, **rest)
@@ -42,10 +44,10 @@ def in_lanes(whole: nn.Module, structure: Structure, keep: Tensor) -> Verb:
     return run
 
 
-def _widen(whole: nn.Module, structure: Structure, keep: Tensor, multiple: int) -> tuple[nn.Module, Recipe]:
+def _widen(whole: nn.Module, structure: Structure, keep: Tensor) -> tuple[nn.Module, Recipe]:
     """The cut network with dead channels, and what of it is alive."""
-    more = widened(structure, keep, multiple)
-    wide, _ = padded(whole, structure, keep, multiple)
+    more = widened(structure, keep, MULTIPLE)
+    wide, _ = padded(whole, structure, keep, MULTIPLE)
     groups = restrict(structure.groups, more, recipe(whole, structure.groups, more))
     return wide, recipe(wide, groups, keep[more])
 
