@@ -10,7 +10,10 @@ import torch
 
 from dllp.baselines import METHODS, find, lanes, run
 from dllp.config import Config
+from dllp.slicing import cut, recipe
+from dllp.structure import discover
 from dllp.zoo.small import small_cnn, small_resnet
+from tests.families import FAMILIES
 from tests.scenes import DIGITS
 
 SHORT = Config(keep_flops=0.4, epochs=1, batch_size=32, init="fresh", lr=0.1, seed=3, device="cpu")
@@ -39,6 +42,28 @@ def test_dead_channels_change_nothing(build, name: str, monkeypatch: pytest.Monk
     x = data.inputs(slice(0, 8))
     torch.testing.assert_close(laned.result.posterior.predict(x).mean, plain.result.posterior.predict(x).mean)
     assert laned.result.sizes == plain.result.sizes
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_widened_network_computes_the_same_however_channels_are_coupled(name: str) -> None:
+    torch.manual_seed(0)
+    family = FAMILIES[name]
+    whole, x = family.build().double().eval(), family.example()
+    x = x.double() if x.is_floating_point() else x
+    structure = discover(whole, x)
+    keep = torch.rand(structure.units) < 0.6
+    for part in structure.slices:
+        keep[part.start] = True
+    small = cut(whole, recipe(whole, structure.groups, keep))
+    with torch.no_grad():
+        for tensor in (*small.parameters(), *small.buffers()):  # repaired since the cut
+            if tensor.is_floating_point():
+                tensor.mul_(1.1)
+    wide, inner = lanes._widen(whole, structure, keep)
+    lanes._write(wide, small, lanes._places(wide, inner))
+    torch.testing.assert_close(wide(x), small(x), rtol=1e-12, atol=1e-12)
+    again = cut(wide, inner).state_dict()
+    assert all(torch.equal(again[key], value) for key, value in small.state_dict().items())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
