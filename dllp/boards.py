@@ -11,7 +11,8 @@ from dllp.train import EpochRecord, Trainer
 
 FOLDER = "tensorboard"
 """Inside the run folder."""
-CURVES = ("loss", "accuracy", "cost", "undecided", "multiplier", "noise", "lr", "temperature", "budget", "seconds")
+CURVES = ("loss", "accuracy", "cost", "undecided", "multiplier", "noise", "lr", "temperature", "budget",
+          "discrepancy", "seconds")  # fmt: skip
 
 
 def require_tensorboard() -> None:

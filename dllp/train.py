@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dllp import health
+from dllp import health, stein
 from dllp.config import Config
 from dllp.engine import Capture
 from dllp.errors import NumericsError
@@ -20,6 +21,7 @@ from dllp.gating import ChannelGating, WeightGating
 from dllp.parallel import Place
 from dllp.particles import Particles
 from dllp.step import Phase, Step
+from dllp.update import score_of
 
 HEALTH_CHECK = 16
 """Steps between two looks at a CUDA device's health; a broken step changes no weight, so nothing is lost by waiting."""
@@ -40,6 +42,7 @@ class EpochRecord:
     """What happened in one epoch; lists have one entry for each particle.
 
     `gates` counts the gates of each module by their probability, in equal parts of [0, 1], all particles together.
+    `discrepancy` is that of :meth:`Trainer.discrepancy`.
     """
 
     epoch: int
@@ -56,6 +59,7 @@ class EpochRecord:
     seconds: float
     engine: str
     gates: list[list[int]] = field(default_factory=list)
+    discrepancy: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -187,7 +191,30 @@ class Trainer(Step):
             seconds=seconds,
             engine=self.capture.state,
             gates=self.belief.counts(),
+            discrepancy=self.discrepancy(),
         )
+
+    @torch.no_grad()
+    def discrepancy(self) -> float | None:
+        """Kernelized Stein discrepancy of the particles, by the scores that their last step had seen, over N.
+
+        It is the norm of the direction phi (equation 14) in the kernel's space, the rate at which phi brings the
+        particles nearer to the posterior. One batch estimates it, so that its noise is part of it. None for one
+        particle, for particles without gates, which do not interact, and where it is no finite number.
+        """
+        real, blocks = self.learnable, self.blocks  # padding is no dimension
+        if self.gating is None or self.place.particles < 2 or not bool(real.any()):
+            return None
+        if isinstance(blocks, stein.BlockIndex):
+            blocks = [count for part in real.cpu().split(blocks.lengths) if (count := int(part.sum()))]
+        scores = score_of(self.particles.gradients, self.scores if self.gaussian else None, self.moving) * self.moving
+        pairs = torch.stack([self.particles.rows[:, real], scores[:, real]], dim=1)
+        rows, scores = self.place.rows.join(pairs).unbind(1)
+        square = stein.kernelized_discrepancy(
+            rows, scores, num_data=self.num_data, bandwidth=self.config.bandwidth, blocks=blocks, unbiased=False
+        )
+        value = float(square.clamp_min(0).sqrt()) / self.num_data
+        return value if math.isfinite(value) else None
 
 
 @contextmanager

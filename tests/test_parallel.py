@@ -72,6 +72,7 @@ def test_several_processes_end_as_one(ended: dict[int, Path], size: int, name: s
         assert record["gates"] == other["gates"] and record["phase"] == other["phase"]
         assert record["loss"] == pytest.approx(other["loss"], abs=1e-8)
         assert record["accuracy"] == pytest.approx(other["accuracy"], abs=1e-8)
+        assert record["discrepancy"] == pytest.approx(other["discrepancy"], rel=1e-8) and record["discrepancy"] > 0
 
 
 def test_all_phases_were_seen() -> None:
@@ -92,6 +93,7 @@ def expected(case: str, lines: int, shards: int) -> float:
     summed = (opened + soft) * own * width + discrete * cut + many.STEPS * 3 * own + soft * own * gates
     summed += many.STEPS * own * width if trainer.gaussian else 0
     gathered = own * ((opened + soft) * 2 * width + discrete * 2 * slab + width * 9 / 8)  # what stands still, once
+    gathered += own * len(trainer.history) * 2 * int(trainer.learnable.sum())  # for the records
     return 8 * (2 * (shards - 1) / shards * summed + (lines - 1) * gathered)
 
 

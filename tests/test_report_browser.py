@@ -113,8 +113,8 @@ class Watched:
 
 
 PLOTS = {
-    "loss", "accuracy", "cost", "temperature", "gates", "channels", "histograms", "near-zero", "reliability", "risk",
-    "aleatoric", "epistemic", "corrupted-accuracy", "corrupted-ece", "latency", "layers",
+    "loss", "accuracy", "cost", "temperature", "discrepancy", "gates", "channels", "histograms", "near-zero",
+    "reliability", "risk", "aleatoric", "epistemic", "corrupted-accuracy", "corrupted-ece", "latency", "layers",
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import torch
 
 import dllp
 from dllp.train import EpochRecord, Trainer
+from tests.oracles import naive_bandwidth, naive_stein_kernel
 from tests.short_runs import mlp, quick, table
 
 
@@ -26,6 +27,32 @@ def test_callbacks_are_called_once_for_each_epoch_and_step() -> None:
     assert all(len(v) == 2 for r in epochs for v in (r.loss, r.cost, r.multiplier, r.noise, r.undecided))
     assert all(0 <= a <= 1 for r in epochs for a in r.accuracy or [])
     assert all(r.seconds > 0 and r.engine == "eager" for r in epochs)
+
+
+def test_each_epoch_has_the_discrepancy_of_its_particles() -> None:
+    """Nothing moves, one batch has all data: scores are gradients of the extracted networks, 0 where a weight went."""
+    data = table(20)
+    frozen = dict(epochs=4, batch_size=20, lr=1e-30, lr_end=0.0, init="fresh", particles=3, granularity="weight")
+    result = dllp.prune(mlp(4), data, quick(**frozen, gate_linear=True, blocks="all"))
+    assert result.history[-1]["phase"] == "discrete"
+    rows, scores = [], []
+    for slab in result.slabs:
+        weights = dict(slab.network.named_parameters())
+        loss = torch.nn.functional.cross_entropy(slab.network(data[0]), data[1])
+        gradients = torch.autograd.grad(loss, list(weights.values()))
+        holes = [name in slab.gated and weight == 0 for name, weight in weights.items()]
+        scores.append(torch.cat([-(g * ~torch.as_tensor(h)).flatten() for g, h in zip(gradients, holes, strict=True)]))
+        rows.append(torch.cat([weight.detach().flatten() for weight in slab.reference.parameters()]))
+    x, s = torch.stack(rows).double(), 20 * torch.stack(scores).double()
+    h = naive_bandwidth(x, "median")
+    mean = sum(naive_stein_kernel(x[i], x[j], s[i], s[j], h) for i in range(3) for j in range(3)) / 9
+    assert result.history[-1]["discrepancy"] == pytest.approx(float(mean) ** 0.5 / 20, rel=1e-4)
+
+
+def test_particles_that_do_not_interact_have_no_discrepancy() -> None:
+    alone = dllp.prune(mlp(8), table(), quick(epochs=3, particles=1))
+    dense = dllp.train_dense(mlp(8), table(), quick(epochs=2, keep_flops=None))
+    assert {record["discrepancy"] for record in alone.history + dense.history} == {None}
 
 
 def test_patience_stops_a_run_that_no_longer_improves() -> None:

@@ -1,4 +1,4 @@
-"""How the run went: loss, accuracy, cost against its budget, temperature, and the gates over time."""
+"""How the run went: loss, accuracy, cost against its budget, temperature, discrepancy, and the gates over time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def section(run: Run) -> Section | None:
                 _layout(history, "share, temperature", rangemode="tozero"),
             ),
         ]  # fmt: skip
-    plots += _gates(run)
+    plots += _discrepancy(history) + _gates(run)
     return Section("training", "Training", plots=tuple(plots))
 
 
@@ -87,6 +87,22 @@ def _layout(history: Sequence[EpochRecord], title: str, **more: Any) -> dict[str
             notes.append(place | {"y": 1, "text": PHASES[after.phase], "showarrow": False, "xanchor": "left",
                                   "yanchor": "bottom", "font": {"size": 11}})  # fmt: skip
     return {"xaxis": axis("epoch"), "yaxis": axis(title, **more), "shapes": shapes, "annotations": notes}
+
+
+def _discrepancy(history: Sequence[EpochRecord]) -> list[Plot]:
+    """How far the particles are from the posterior, where there are several."""
+    known = [(record.epoch, record.discrepancy) for record in history if record.discrepancy is not None]
+    if not known:
+        return []
+    x, values = zip(*known, strict=True)
+    return [
+        Plot(
+            "discrepancy", "Stein discrepancy of the particles",
+            "The rate at which a step can still bring the particles nearer to the posterior, as one batch shows it: "
+            "its noise is part of it. It falls while they learn, and jumps where the posterior changes.",
+            [line("discrepancy", x, values, BLUE)], _layout(history, "discrepancy", type="log"),
+        )
+    ]  # fmt: skip
 
 
 def _gates(run: Run) -> list[Plot]:
