@@ -199,8 +199,9 @@ class Trainer(Step):
         """Kernelized Stein discrepancy of the particles, by the scores that their last step had seen, over N.
 
         It is the norm of the direction phi (equation 14) in the kernel's space, the rate at which phi brings the
-        particles nearer to the posterior. One batch estimates it, so that its noise is part of it. None for one
-        particle, for particles without gates, which do not interact, and where it is no finite number.
+        particles nearer to the posterior. One batch estimates it, so that its noise is part of it, and it is not 0 for
+        particles at rest: phi is 0 at them, not between them. None for one particle, for particles without gates, which
+        do not interact, and where it is no finite number.
         """
         real, blocks = self.learnable, self.blocks  # padding is no dimension
         if self.gating is None or self.place.particles < 2 or not bool(real.any()):

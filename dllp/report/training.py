@@ -99,7 +99,8 @@ def _discrepancy(history: Sequence[EpochRecord]) -> list[Plot]:
         Plot(
             "discrepancy", "Stein discrepancy of the particles",
             "The rate at which a step can still bring the particles nearer to the posterior, as one batch shows it: "
-            "its noise is part of it. It falls while they learn, and jumps where the posterior changes.",
+            "its noise is part of it. It falls while they learn, to no less than a few particles allow; as long as "
+            "gates are soft, and where they become discrete, the posterior itself changes.",
             [line("discrepancy", x, values, BLUE)], _layout(history, "discrepancy", type="log"),
         )
     ]  # fmt: skip
