@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
 
 from dllp import health, notebook
 from dllp.checkpoints import State
@@ -15,11 +15,12 @@ from dllp.errors import NumericsError, StructureError
 from dllp.gating import FilterFn
 from dllp.parallel import Place
 from dllp.particles import Particles
-from dllp.prepare import Data, Source, make_gating, prepare
+from dllp.prepare import Data, Source, check_parts, make_gating, prepare
 from dllp.ranks import Ranks
 from dllp.result import Result
 from dllp.sharing import AnyCheckpoints
 from dllp.state import begin_snapshot, changing, restore, snapshot, unsound
+from dllp.surroundings import undisturbed
 from dllp.train import EpochRecord, Trainer
 
 OnEpoch = Callable[[EpochRecord], None]
@@ -28,6 +29,7 @@ ROLLBACKS = 3
 """How often a run may go back to its last checkpoint with half the learning rate."""
 
 
+@undisturbed()
 def prune(
     model: nn.Module,
     data: Data,
@@ -61,7 +63,7 @@ def prune(
     if config.granularity == "channel" and not structure.groups:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(structure.whole.items())[:3])
         raise StructureError(f"the network has no channels that can be pruned ({reasons}): try granularity='weight'")
-    place = _placed(ranks, config, batches)
+    place = _placed(ranks, config, batches, model, example)
 
     def build(place: Place) -> Trainer:
         particles = Particles.start(model, config, batches.device, place.own)
@@ -72,6 +74,7 @@ def prune(
     return collect(_train(build, place, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
 
 
+@undisturbed()
 def train_dense(
     model: nn.Module,
     data: Data,
@@ -88,7 +91,7 @@ def train_dense(
     batches, example, structure = ranks.together(
         lambda: prepare(model, data, config, lambda module, name: False, ranks)
     )
-    place = _placed(ranks, config, batches)
+    place = _placed(ranks, config, batches, model, example)
 
     def build(place: Place) -> Trainer:
         particles = Particles.start(model, config, batches.device, place.own)
@@ -98,11 +101,12 @@ def train_dense(
     return collect(_train(build, place, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
 
 
-def _placed(ranks: Ranks, config: Config, batches: Source) -> Place:
-    """What this process owns, once all are known to have the same data."""
+def _placed(ranks: Ranks, config: Config, batches: Source, model: nn.Module, example: Tensor) -> Place:
+    """What this process owns, once all are known to have the same data and the network to learn from their parts."""
     ranks.same("data on all hosts", f"{batches.num_examples} examples in {batches.steps} batches")
     ranks.together(lambda: ranks.lines(config.particles, config.parallel))  # told once, before groups are made
     place = ranks.place(config.particles, config.parallel)
+    ranks.together(lambda: check_parts(model, batches, config, example, place))
     if isinstance(batches, StreamBatches):
         share_reading(batches, place)
     return place

@@ -15,6 +15,7 @@ from dllp.data.corruptions import Corruption
 from dllp.errors import DataError
 from dllp.posterior import Posterior, decompose
 from dllp.result import Result, Size, posterior_of
+from dllp.surroundings import undisturbed
 
 CLEAN, OUTSIDE = "clean", "ood:"
 DENSE, TOGETHER, REFERENCES, DRAWN = "dense", "all particles", "all references", "drawn gates"
@@ -86,6 +87,7 @@ def table(result: Result, data: ArrayData, dense: Posterior | None = None, **opt
     return measure(result, data, dense, **options).rows
 
 
+@undisturbed()
 def measure(
     result: Result,
     data: ArrayData,

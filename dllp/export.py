@@ -21,6 +21,7 @@ from dllp.objective import split_noise
 from dllp.posterior import decompose
 from dllp.result import Result
 from dllp.structure import discover
+from dllp.surroundings import undisturbed
 from dllp.widths import kept_units, padded
 
 Format = Literal["onnx", "pt2"]
@@ -103,6 +104,7 @@ class Together(nn.Module):
         return mean, noise.expand_as(mean).clone(), members.var(0, correction=0)
 
 
+@undisturbed()
 def export(
     result: Result,
     path: str | Path,

@@ -25,9 +25,11 @@ from dllp.data import (
 from dllp.devices import check_repeatable, find_device
 from dllp.errors import DataError, StructureError
 from dllp.gating import ChannelGating, FilterFn, WeightGating
+from dllp.parallel import Place
 from dllp.particles import Particles
 from dllp.ranks import Ranks
 from dllp.structure import Structure, discover
+from dllp.tracing import first_line, isolated
 
 Data = DataLoader[Any] | tuple[Any, Any] | ArrayData | StreamedData | Dataset | str
 Source = Batches | LoaderBatches | StreamBatches
@@ -42,6 +44,9 @@ def prepare(
     batches = as_batches(data, config, device)
     example, targets = example_of(batches)
     structure = discover(model, example, filter_fn=filter_fn)
+    parameters = list(model.parameters())
+    if parameters and not any(parameter.requires_grad for parameter in parameters):
+        raise StructureError("every parameter of the network is frozen: set requires_grad on those that may learn")
     check_targets(model, batches, config, example, targets)
     return batches, example, structure
 
@@ -101,6 +106,25 @@ def check_targets(model: nn.Module, batches: Source, config: Config, example: Te
         )
     else:
         check_labels(batches.data.y, outputs.shape[1] - head)
+
+
+def check_parts(model: nn.Module, batches: Source, config: Config, example: Tensor, place: Place) -> None:
+    """Raise where the smallest part of a batch is one example, and the network cannot learn from that (batch norm)."""
+    size = batches.smallest if isinstance(batches, LoaderBatches) else batches.batch_size
+    if size is None or (config.sync_batch_norm and place.shards.size > 1):
+        return
+    size = max(1, size // place.shards.size)
+    if size // min(config.accumulate, size) > 1:
+        return
+    first = next(model.parameters(), example)
+    try:
+        with isolated(model), torch.no_grad():
+            copy.deepcopy(model).train()(example[:1].to(first.device))
+    except ValueError as error:
+        raise DataError(
+            "a batch, or a part of one, is a single example, from which the network cannot learn: use drop_last=True, "
+            f"another batch_size or less accumulate ({first_line(error)})"
+        ) from error
 
 
 def make_gating(

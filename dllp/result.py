@@ -16,6 +16,7 @@ from dllp.errors import ArtifactError, ConfigError, StructureError
 from dllp.extract import Slab
 from dllp.posterior import Posterior
 from dllp.slicing import cut
+from dllp.surroundings import undisturbed
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class Result:
         artifacts.write_json(folder / artifacts.RUN, run)
 
 
+@undisturbed()
 def load(folder: str | Path, model: nn.Module) -> Result:
     """A saved run, given a fresh instance of the original network; reads JSON and safetensors only."""
     folder = Path(folder)

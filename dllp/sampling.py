@@ -19,8 +19,10 @@ from dllp.posterior import Posterior
 from dllp.result import Result, posterior_of
 from dllp.slicing import Fold
 from dllp.structure import discover
+from dllp.surroundings import undisturbed
 
 
+@undisturbed()
 def sample_gates(
     result: Result, example: Tensor, draws: int = 8, *, temperature: float = 0.0, seed: int = 0
 ) -> Posterior:
@@ -35,6 +37,10 @@ def sample_gates(
     """
     if draws < 1 or not 0 <= temperature < math.inf:
         raise ConfigError(f"draws = {draws}, temperature = {temperature}: give at least one draw, and no negative one")
+    if "method" in result.info:
+        raise ConfigError(
+            f"the gates of {result.info['method']} were not learned: there are no probabilities to draw by"
+        )
     logits = result.gates["logits"].float().cpu()
     if not logits.shape[1]:
         raise ConfigError("the run has no gates to draw: it is dense")

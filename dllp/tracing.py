@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dllp.errors import StructureError
 from dllp.slicing import side_sizes
+from dllp.surroundings import undisturbed
 
 
 def first_example(model: nn.Module, example: Tensor | tuple) -> tuple[Any, ...]:
@@ -39,7 +40,7 @@ def isolated(model: nn.Module) -> Iterator[None]:
     """Random states as before, gradients on (the graph is read from autograd), and silence."""
     devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
     ordinals = sorted(d.index or 0 for d in devices)
-    with torch.random.fork_rng(devices=ordinals), torch.enable_grad(), warnings.catch_warnings():
+    with torch.random.fork_rng(devices=ordinals), undisturbed(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
@@ -61,6 +62,13 @@ def trainable_copy(model: nn.Module) -> nn.Module:
 def first_line(error: BaseException) -> str:
     """What an error says, in one line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _other_precision(model: nn.Module, inputs: tuple[Any, ...]) -> str:
+    """The way out where parameters and inputs are floats of different widths."""
+    given = {x.dtype for x in inputs if isinstance(x, Tensor) and x.is_floating_point()}
+    own = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return "; convert it with network.float()" if torch.float32 in given and own - given else ""
 
 
 class _ZeroPad(TorchFunctionMode):
@@ -118,7 +126,8 @@ def observe(model: nn.Module, inputs: tuple[Any, ...]) -> Trace:
             output = model(*inputs)
     except Exception as error:
         shapes = ", ".join(str(tuple(x.shape)) for x in inputs if isinstance(x, Tensor))
-        raise StructureError(f"the network cannot take inputs of shape {shapes}: {first_line(error)}") from error
+        way = _other_precision(model, inputs)
+        raise StructureError(f"the network cannot take inputs of shape {shapes}: {first_line(error)}{way}") from error
     finally:
         for handle in handles:
             handle.remove()

@@ -205,6 +205,7 @@ X, Y = torch.randn(12, 1, 6, 6), torch.arange(12) % 3
         (DataLoader(TensorDataset(X, Y + 1), batch_size=4), "out of range for 3 classes"),
         (DataLoader(Endless(), batch_size=4), "no length"),
         (DataLoader(TensorDataset(X), batch_size=4), "not a pair of tensors"),
+        (DataLoader(TensorDataset(X, Y), batch_size=None), "single example, not a batch"),
         ((X, Y.float()), "task = classification does not fit"),
     ],
 )
@@ -230,6 +231,31 @@ def test_a_loader_whose_targets_do_not_fit(targets: Tensor, task: str) -> None:
         dllp.prune(network(), DataLoader(TensorDataset(X, targets), batch_size=4), config(task=task))
 
 
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize(
+    ("data", "changes"),
+    [
+        ((X, Y), {"batch_size": 1}),
+        ((X, Y), {"batch_size": 4, "accumulate": 3}),
+        (DataLoader(TensorDataset(X[:9], Y[:9]), batch_size=4), {}),
+        (DataLoader(TensorDataset(X[:10], Y[:10]), batch_size=4), {"accumulate": 2}),
+    ],
+)
+def test_batch_norm_and_a_single_example(data: Any, changes: dict[str, Any]) -> None:
+    """Told before training, of a loader's last batch too; networks that can learn from one example do."""
+    with pytest.raises(DataError, match="single example, from which the network cannot learn") as caught:
+        dllp.prune(normed(), data, config(**changes))
+    assert "\n" not in str(caught.value)
+    dllp.prune(network(), data, config(**changes))  # its norm has 16 pixels of each
+
+
+def test_a_last_batch_that_is_dropped_is_no_matter() -> None:
+    dllp.prune(normed(), DataLoader(TensorDataset(X[:9], Y[:9]), batch_size=4, drop_last=True), config())
+
+
 class TwoOutputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -248,6 +274,8 @@ class TwoOutputs(nn.Module):
         (network(), {"keep_flops": 0.001, "granularity": "weight"}, "budget cannot be met"),
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 3)), {}, "cannot take inputs of shape"),
         (TwoOutputs(), {}, "must return one tensor"),
+        (network().requires_grad_(False), {}, "every parameter of the network is frozen"),
+        (network().double(), {}, r"convert it with network.float\(\)"),
     ],
 )
 def test_networks_that_cannot_be_pruned(model: nn.Module, changes: dict[str, Any], words: str) -> None:

@@ -44,6 +44,12 @@ def test_loader_settles_types():
     assert x.dtype == y.dtype == torch.float32 and x.tolist() == [[1], [1]] and y.shape == (2, 1)
 
 
+def test_batches_that_the_data_set_makes_itself_are_counted_by_their_examples():
+    batches = [(torch.zeros(5, 2), torch.arange(5) % 2)] * 3
+    source = LoaderBatches(DataLoader(batches, batch_size=None), seed=0)  # type: ignore[arg-type]
+    assert (source.steps, source.num_examples) == (3, 15)
+
+
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [

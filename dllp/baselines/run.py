@@ -23,6 +23,7 @@ from dllp.particles import Particles
 from dllp.prepare import Data, make_gating, prepare
 from dllp.result import Result, Size, posterior_of
 from dllp.structure import Structure
+from dllp.surroundings import undisturbed
 from dllp.train import Trainer
 
 Train = Callable[[Verb, str, nn.Module, Data, Config], Result]
@@ -47,6 +48,7 @@ class Pruned:
         return self.after or self.before
 
 
+@undisturbed()
 def prune(
     method: Method,
     model: nn.Module,

@@ -19,6 +19,7 @@ from dllp.data.loaders import BatchSource, LoaderBatches
 from dllp.data.split import holdout, stratified
 from dllp.data.stream import IN_MEMORY, StreamBatches, StreamedData
 from dllp.errors import DataError
+from dllp.surroundings import undisturbed
 
 __all__ = [
     "ArrayData", "BatchSource", "Batches", "Dataset", "LoaderBatches", "StreamBatches", "StreamedData", "check_finite",
@@ -61,6 +62,7 @@ def names() -> tuple[str, ...]:
     return ("digits", "cifar10")
 
 
+@undisturbed()
 def load(
     name_or_path: str | Path,
     *,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any, Protocol
 
 import torch
@@ -47,11 +47,20 @@ class LoaderBatches:
             raise DataError("the DataLoader has no length: use a map-style data set, or a pair of tensors") from None
         if self.steps == 0 or self.num_examples == 0:
             raise DataError("the DataLoader yields no batch: check its data set, batch_size and drop_last")
-        self.loader = loader
-        self.seed = seed
+        self.loader, self.seed = loader, seed
         self.device = torch.device(device)
         self.channels_last = channels_last
         self.num_classes = num_classes
+        if loader.batch_sampler is None:  # the data set makes the batches itself, and its length counts those
+            self.num_examples = self.steps * len(next(self.epoch(0))[0])
+
+    @property
+    def smallest(self) -> int | None:
+        """Examples of the smallest batch; None where the loader does not tell."""
+        size, sampler = self.loader.batch_size, self.loader.sampler
+        if size is None or self.loader.drop_last:
+            return size
+        return (len(sampler) if isinstance(sampler, Sized) else self.num_examples) % size or size
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """(inputs, labels) of every step from `start_step` on; earlier batches are drawn and thrown away."""
@@ -81,6 +90,8 @@ class LoaderBatches:
         if not (isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(b, Tensor) for b in batch)):
             raise DataError(f"{place} is a {type(batch).__name__}, not a pair of tensors: yield (inputs, labels)")
         x, y = batch
+        if not x.ndim or not y.ndim:
+            raise DataError(f"{place} is a single example, not a batch: give the DataLoader a batch_size")
         if len(x) != len(y):
             raise DataError(f"{len(x)} inputs but {len(y)} labels in {place}: give one label for each input")
         x = x.float() if x.dtype != torch.uint8 else x / 255
