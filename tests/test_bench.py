@@ -139,7 +139,9 @@ def test_runs_that_depart_never_enter_the_table(
     assert found["evaluated_on"] == "validation" and not (folder / "probabilities").exists()
     assert main([*words, "--epochs", "2", "--quiet"]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny-epochs2", "tiny-validation20"]
-    assert main(["bench", "tiny", "--out", str(tmp_path), "--summary-only", "--quiet"]) == 0
+    capsys.readouterr()
+    assert main(["bench", "tiny", "--out", str(tmp_path), "--summary-only", "--quiet"]) == 2
+    one_line(capsys, "tiny has no finished job to sum up")
     assert not (tmp_path / "tiny").exists(), "nothing is finished, nothing is written"
 
 

@@ -37,6 +37,8 @@ def test_npy_folder(tmp_path):
         pixels.std((0, 1, 2))
     )
     assert data.load(tmp_path, augment="none").train.augment == "none"
+    save_arrays(tmp_path, test_y=np.ones(6, int))
+    assert data.load(tmp_path).test.y.tolist() == [1] * 6, "one class is enough to test on"
 
 
 def test_npy_folder_of_grey_images_and_tables(tmp_path):
@@ -60,7 +62,8 @@ def test_npy_folder_of_grey_images_and_tables(tmp_path):
         ({"train_y": np.arange(11)}, "train_y.npy holds int64 of shape"),
         ({"test_x": np.zeros((6, 7, 7, 3), np.uint8)}, "different shapes"),
         ({"train_y": np.array([{}] * 12)}, "Python objects"),
-        ({"test_y": np.full(6, 7), "train_y": np.arange(12) % 2}, "one class only"),
+        ({"train_y": np.zeros(12, int), "test_y": np.zeros(6, int)}, "one class only"),
+        ({"test_y": np.full(6, 7)}, "label 7 in the test split"),
         ({"test_y": np.arange(6)}, "label 5 in the test split"),
     ],
 )

@@ -96,6 +96,8 @@ def execute(
                 work.here(download, reporter)
     finally:
         summary = run.write_summary(table, store, variant)
+    if summary is None and given.get("summary_only"):
+        raise ConfigError(f"{store.folder} has no finished job to sum up: name the folder of all results with --out")
     if not quiet and summary is not None:
         print((store.folder / run.MARKDOWN).read_text(encoding="utf-8"))
         print(f"results: {store.folder}")

@@ -22,7 +22,21 @@ def from_pair(
     std: tuple[float, ...] | None = None,
     augment: Augment = "none",
 ) -> ArrayData:
-    """Data from two tensors or arrays, checked.
+    """Training data from two tensors or arrays, checked."""
+    data = converted(x, y, mean=mean, std=std, augment=augment)
+    validate(data)
+    return data
+
+
+def converted(
+    x: Any,
+    y: Any,
+    *,
+    mean: tuple[float, ...] | None = None,
+    std: tuple[float, ...] | None = None,
+    augment: Augment = "none",
+) -> ArrayData:
+    """Data from two tensors or arrays, whatever they hold.
 
     Inputs are (N, C, H, W) or (N, F) and stay uint8 or become float32. Integer labels (N,) make a classification,
     floating-point targets (N,) or (N, K) a regression.
@@ -38,9 +52,7 @@ def from_pair(
         if y.ndim == 2 and y.shape[1] == 1:
             y = y[:, 0]
         y = y.long()
-    data = ArrayData(x, y, mean, std, augment)
-    validate(data)
-    return data
+    return ArrayData(x, y, mean, std, augment)
 
 
 def validate(data: ArrayData, num_classes: int | None = None, place: str = "the data") -> None:
