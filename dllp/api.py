@@ -11,7 +11,7 @@ from dllp.checkpoints import State
 from dllp.collect import collect
 from dllp.config import Config
 from dllp.data import StreamBatches
-from dllp.errors import NumericsError, StructureError
+from dllp.errors import ConfigError, NumericsError, StructureError
 from dllp.gating import FilterFn
 from dllp.parallel import Place
 from dllp.particles import Particles
@@ -58,7 +58,7 @@ def prune(
         ranks: The processes that share the run, from :func:`dllp.ranks.joined`: all call this, with the same
             arguments, and all get the same result; `config.parallel` says what they share.
     """
-    config, ranks = (config or Config()).resolved(), ranks or Ranks()
+    config, ranks = _resolved(config), ranks or Ranks()
     batches, example, structure = ranks.together(lambda: prepare(model, data, config, filter_fn, ranks))
     if config.granularity == "channel" and not structure.groups:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(structure.whole.items())[:3])
@@ -87,7 +87,7 @@ def train_dense(
     ranks: Ranks | None = None,
 ) -> Result:
     """Train the unpruned network by the same recipe, without gates, prior and Stein term: what to compare with."""
-    config, ranks = (config or Config()).resolved(), ranks or Ranks()
+    config, ranks = _resolved(config), ranks or Ranks()
     batches, example, structure = ranks.together(
         lambda: prepare(model, data, config, lambda module, name: False, ranks)
     )
@@ -99,6 +99,12 @@ def train_dense(
         return Trainer(particles, None, config, **sizes, place=place)
 
     return collect(_train(build, place, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
+
+
+def _resolved(config: Config | None) -> Config:
+    if config is not None and not isinstance(config, Config):
+        raise ConfigError(f"config is a {type(config).__name__}: give a dllp.Config, such as Config(keep_flops=0.45)")
+    return (config or Config()).resolved()
 
 
 def _placed(ranks: Ranks, config: Config, batches: Source, model: nn.Module, example: Tensor) -> Place:

@@ -135,10 +135,11 @@ class Particles:
         networks = []
         for i in range(config.particles) if own is None else own:
             network = copy.deepcopy(model).train()
+            seed = (config.seed * 1009 + i + 2**63) % 2**64 - 2**63  # as 64 bits hold it
             if config.init == "fresh":
-                reinitialise(network, config.seed * 1009 + i)
+                reinitialise(network, seed)
             elif i > 0:
-                jitter(network, config.jitter, config.seed * 1009 + i)
+                jitter(network, config.jitter, seed)
             networks.append(network.to(device))
         return cls(networks, channels_last=device.type == "cuda")
 

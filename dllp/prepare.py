@@ -29,7 +29,7 @@ from dllp.parallel import Place
 from dllp.particles import Particles
 from dllp.ranks import Ranks
 from dllp.structure import Structure, discover
-from dllp.tracing import first_line, isolated
+from dllp.tracing import check_network, first_line, isolated
 
 Data = DataLoader[Any] | tuple[Any, Any] | ArrayData | StreamedData | Dataset | str
 Source = Batches | LoaderBatches | StreamBatches
@@ -39,6 +39,7 @@ def prepare(
     model: nn.Module, data: Data, config: Config, filter_fn: FilterFn | None, ranks: Ranks | None = None
 ) -> tuple[Source, Tensor, Structure]:
     """Batches on the device, an example that the network is known to take, and what of it can be pruned."""
+    check_network(model)
     device = find_device(config.device, None if ranks is None or ranks.alone else ranks.local)
     check_repeatable(device, config.deterministic)
     batches = as_batches(data, config, device)

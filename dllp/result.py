@@ -17,6 +17,7 @@ from dllp.extract import Slab
 from dllp.posterior import Posterior
 from dllp.slicing import cut
 from dllp.surroundings import undisturbed
+from dllp.tracing import check_network
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class Result:
 def load(folder: str | Path, model: nn.Module) -> Result:
     """A saved run, given a fresh instance of the original network; reads JSON and safetensors only."""
     folder = Path(folder)
+    check_network(model)
     run = artifacts.read_run(folder)
     try:
         config = Config.from_dict(run["config"])

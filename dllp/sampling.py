@@ -35,7 +35,9 @@ def sample_gates(
         temperature: 0 draws gates of 0 and 1; above, soft gates as training has them.
         seed: Fixes the draws.
     """
-    if draws < 1 or not 0 <= temperature < math.inf:
+    if not isinstance(example, Tensor) or not example.ndim:
+        raise DataError(f"an example of type {type(example).__name__}: give a tensor of (examples, ...)")
+    if not isinstance(draws, int) or draws < 1 or not 0 <= temperature < math.inf:
         raise ConfigError(f"draws = {draws}, temperature = {temperature}: give at least one draw, and no negative one")
     if "method" in result.info:
         raise ConfigError(

@@ -22,8 +22,16 @@ from dllp.slicing import side_sizes
 from dllp.surroundings import undisturbed
 
 
+def check_network(model: object) -> None:
+    """Raise where what is given for a network is none."""
+    if not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else f"of type {type(model).__name__}"
+        raise StructureError(f"the network is {kind}: give an instance of nn.Module")
+
+
 def first_example(model: nn.Module, example: Tensor | tuple) -> tuple[Any, ...]:
     """The first example of each input, where the network is."""
+    check_network(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     inputs = tuple(example) if isinstance(example, (tuple, list)) else (example,)
     batch = next((x.shape[0] for x in inputs if isinstance(x, Tensor) and x.dim()), None)

@@ -222,8 +222,9 @@ class Trainer(Step):
 def deterministic_kernels(wanted: bool) -> Iterator[None]:
     """Ask PyTorch for deterministic algorithms while a run lasts."""
     before = torch.are_deterministic_algorithms_enabled()
+    lenient = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
-        torch.use_deterministic_algorithms(wanted or before)
+        torch.use_deterministic_algorithms(wanted or before, warn_only=lenient and not wanted)
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before, warn_only=lenient)

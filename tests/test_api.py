@@ -286,6 +286,25 @@ def test_networks_that_cannot_be_pruned(model: nn.Module, changes: dict[str, Any
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
+@pytest.mark.parametrize("verb", [dllp.prune, dllp.train_dense])
+def test_arguments_of_another_kind(verb: Any, tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match=r"config is a dict: give a dllp.Config"):
+        verb(network(), images(), {"epochs": 1})
+    for model, words in ((None, "of type NoneType"), (nn.Flatten, "the class Flatten")):
+        with pytest.raises(StructureError, match=words):
+            verb(model, images(), config())
+        with pytest.raises(StructureError, match=words):
+            dllp.load(tmp_path, model)
+
+
+@pytest.mark.parametrize("init", ["fresh", "given"])
+def test_every_seed_of_64_bits_will_do(init: str) -> None:
+    model, data = network(), images()
+    ends = (2**63 - 1, -(2**63))
+    first, second = (dllp.prune(model, data, config(epochs=1, seed=seed, init=init)) for seed in ends)
+    assert first.history[0]["loss"] != second.history[0]["loss"]
+
+
 def test_a_network_without_parameters() -> None:
     with pytest.raises(StructureError, match=r"no parameters|no channels"):
         dllp.prune(nn.Flatten(), images(), config())

@@ -100,6 +100,8 @@ def test_mistakes(run: Result) -> None:
     for call, kind, words in (
         (lambda: sample_gates(run, x, 0), ConfigError, "at least one draw"),
         (lambda: sample_gates(run, x, 1, temperature=-1), ConfigError, "negative"),
+        (lambda: sample_gates(run, x, 1.5), ConfigError, "draws = 1.5"),  # type: ignore[arg-type]
+        (lambda: sample_gates(run, x.numpy()), DataError, "of type ndarray"),  # type: ignore[arg-type]
         (lambda: sample_gates(replace(run, info={"method": "fpgm"}), x), ConfigError, "gates of fpgm were not learned"),
         (lambda: sample_gates(replace(run, gates=run.gates | {"logits": torch.zeros(2, 0)}), x), ConfigError, "dense"),
         (lambda: sample_gates(replace(run, gates=run.gates | {"logits": torch.zeros(2, 5)}), x), DataError, "5 gates"),

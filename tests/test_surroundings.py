@@ -80,6 +80,16 @@ def test_training_is_the_same_whatever_is_set_around_it(name: str, verb: str) ->
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_wish_for_warnings_only_is_left_as_it_was(deterministic: bool) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        dllp.prune(mlp(8), table(32), quick(epochs=1, deterministic=deterministic))
+        assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def _settings() -> list[object]:
     modes = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")]
     return [*modes, torch.get_default_dtype(), torch.get_default_device()]
