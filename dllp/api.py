@@ -59,8 +59,11 @@ def prune(
             arguments, and all get the same result; `config.parallel` says what they share.
     """
     config, ranks = _resolved(config), ranks or Ranks()
-    batches, example, structure = ranks.together(lambda: prepare(model, data, config, filter_fn, ranks))
-    if config.granularity == "channel" and not structure.groups:
+    channels = config.granularity == "channel"
+    batches, example, structure = ranks.together(
+        lambda: prepare(model, data, config, filter_fn, ranks, channels=channels)
+    )
+    if channels and not structure.groups:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(structure.whole.items())[:3])
         raise StructureError(f"the network has no channels that can be pruned ({reasons}): try granularity='weight'")
     place = _placed(ranks, config, batches, model, example)
@@ -88,9 +91,7 @@ def train_dense(
 ) -> Result:
     """Train the unpruned network by the same recipe, without gates, prior and Stein term: what to compare with."""
     config, ranks = _resolved(config), ranks or Ranks()
-    batches, example, structure = ranks.together(
-        lambda: prepare(model, data, config, lambda module, name: False, ranks)
-    )
+    batches, example, structure = ranks.together(lambda: prepare(model, data, config, None, ranks, channels=False))
     place = _placed(ranks, config, batches, model, example)
 
     def build(place: Place) -> Trainer:

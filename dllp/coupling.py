@@ -14,7 +14,9 @@ from dllp.slicing import Group, Side, Slice, is_depthwise, side_sizes
 from dllp.tracing import Trace
 
 OUTPUT = "its channels are the network's outputs"
+UNREAD = "no layer that could be cut reads its channels: they are the network's outputs"
 MISALIGNED = "its channels do not line up with those of a module they reach (an unknown operation stands between)"
+CHOSEN = "filter_fn keeps "
 ZERO_PAD = "a zero-pad shortcut shifts its channels"
 
 
@@ -159,9 +161,9 @@ def _reason(group: Group, forbidden: set[str], lame: set[str]) -> str | None:
         if piece.module in lame:
             return f"{piece.module} has groups that also read channels of no convolution or linear layer"
         if piece.side == "out" and piece.module in forbidden:
-            return f"filter_fn keeps {piece.module}"
+            return CHOSEN + piece.module
     if all(piece.side == "out" for piece in group.slices):
-        return "no layer that could be cut reads its channels: they are the network's outputs"
+        return UNREAD
     return "its channels can only be kept all together" if group.units == 1 else None
 
 

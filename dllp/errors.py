@@ -3,6 +3,11 @@
 LONGEST = 2000
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class DllpError(Exception):
     """Base of every error a user of this package can cause.
 

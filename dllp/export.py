@@ -20,7 +20,7 @@ from dllp.errors import ConfigError, ExportError
 from dllp.objective import split_noise
 from dllp.posterior import decompose
 from dllp.result import Result
-from dllp.structure import discover
+from dllp.structure import chosen_again, discover
 from dllp.surroundings import undisturbed
 from dllp.widths import kept_units, padded
 
@@ -154,7 +154,9 @@ def export(
 def wider(result: Result, particle: int, shape: tuple[int, ...], multiple: int) -> nn.Module:
     """An extracted network with dead channels up to a multiple, its outputs unchanged."""
     slab = result.slabs[particle]
-    structure = discover(slab.reference, inputs(2, shape))
+    if not slab.recipe:  # no channel is gone: there is none to add
+        return slab.network
+    structure = discover(slab.reference, inputs(2, shape), filter_fn=chosen_again(result.whole))
     keep = kept_units(slab.reference, structure, slab.recipe)
     return padded(slab.reference, structure, keep, multiple)[0].eval()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from dllp.gating import ChannelGating, WeightGating
 from dllp.particles import Particles
-from dllp.slicing import Recipe, cut
+from dllp.slicing import Recipe, copied, cut
 from dllp.structure import verify
 
 
@@ -52,7 +51,7 @@ def extract(
 
 def plain(network: nn.Module) -> nn.Module:
     """A copy on the CPU in evaluation mode that shares no memory with the rows and holds no gradients."""
-    network = copy.deepcopy(network).cpu().eval()
+    network = copied(network).cpu().eval()
     for parameter in network.parameters():
         parameter.data = parameter.data.contiguous()
         parameter.grad = None

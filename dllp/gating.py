@@ -155,17 +155,17 @@ class WeightGating:
     ) -> None:  # fmt: skip
         kinds = (nn.modules.conv._ConvNd, nn.Linear) if linear else (nn.modules.conv._ConvNd,)
         macs = {layer.name: layer.macs for layer in structure.layers}
-        owners = _owners(model)  # a weight that is shared, or computed from others, cannot be gated in one place
-        modules = [
-            (name, module)
-            for name, module in model.named_modules()
-            if isinstance(module, kinds)
-            and name in macs
-            and owners[f"{name}.weight"] == 1
-            and (filter_fn is None or filter_fn(module, name))
-        ]
+        owners = _owners(model)
+        found = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds) and name in macs]
+        allowed = [(name, module) for name, module in found if filter_fn is None or filter_fn(module, name)]
+        # a weight that is shared, or computed from others, cannot be gated in one place
+        modules = [(name, module) for name, module in allowed if owners[id(module._parameters.get("weight"))] == 1]
+        self.hint = "keep more" if linear else "keep more, or set gate_linear=True"
         if not modules:
-            raise StructureError("the network has no weights to gate: allow some in filter_fn, or set gate_linear=True")
+            reason = "allow some in filter_fn" if linear else "allow some in filter_fn, or set gate_linear=True"
+            if allowed:
+                reason = f"that of {allowed[0][0]!r} is shared, or computed from others: remove parametrizations first"
+            raise StructureError(f"the network has no weights to gate: {reason}")
         self.segments = [layout.segments[f"{name}.weight"] for name, _ in modules]
         sizes = [segment.shape.numel() for segment in self.segments]
         self.units = sum(sizes)
@@ -223,7 +223,7 @@ class WeightGating:
         if room < 0:
             raise StructureError(
                 f"the budget cannot be met: the weights without gates alone cost {fixed / cost.dense:.4f} of the dense "
-                "network; keep more, or set gate_linear=True"
+                f"network; {self.hint}"
             )
         order = torch.argsort(logits, descending=True, stable=True)
         spent = price[order].cumsum(0)
@@ -232,11 +232,9 @@ class WeightGating:
         return chosen
 
 
-def _owners(model: nn.Module) -> Counter[str]:
-    """How many modules own each parameter, by every name it has; 0 for a weight that is no parameter."""
-    named = dict(model.named_parameters(remove_duplicate=False))
-    uses = Counter(id(parameter) for parameter in named.values())
-    return Counter({name: uses[id(parameter)] for name, parameter in named.items()})
+def _owners(model: nn.Module) -> Counter[int]:
+    """How many modules own each parameter, by its id; a module that has several names is one."""
+    return Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
 
 
 def channel_scales(

@@ -7,7 +7,6 @@ run on the small networks, whose own compact rows are gathered from and scattere
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from dllp.config import Config
 from dllp.errors import StructureError
 from dllp.initialise import reinitialise
-from dllp.slicing import Recipe, cut
+from dllp.slicing import Recipe, copied, cut
 
 ALIGN = 16  # elements; every segment starts on a 64-byte boundary
 
@@ -112,7 +111,12 @@ class Particles:
         parameters = list(self.networks[0].parameters())
         if not parameters:
             raise StructureError("the network has no parameters: there is nothing to prune")
+        if not any(p.requires_grad for p in parameters):
+            raise StructureError("every parameter of the network is frozen: let some learn with requires_grad_()")
         kinds = {(p.dtype, p.device) for p in parameters}
+        odd = [name for name, p in self.networks[0].named_parameters() if not p.is_floating_point()]
+        if odd:
+            raise StructureError(f"the parameter {odd[0]!r} holds no real numbers: keep their parts as two parameters")
         if len(kinds) > 1:
             raise StructureError("the network mixes dtypes or devices: convert it with .to(dtype, device) first")
         (dtype, device), self.channels_last = kinds.pop(), channels_last
@@ -134,7 +138,7 @@ class Particles:
         """
         networks = []
         for i in range(config.particles) if own is None else own:
-            network = copy.deepcopy(model).train()
+            network = copied(model).train()
             seed = (config.seed * 1009 + i + 2**63) % 2**64 - 2**63  # as 64 bits hold it
             if config.init == "fresh":
                 reinitialise(network, seed)
@@ -251,7 +255,7 @@ def jitter(network: nn.Module, amount: float, seed: int) -> None:
 
 def atlas(network: nn.Module, layout: Layout) -> nn.Module:
     """A copy of the network whose parameters hold their own coordinates in a row: cut it to see what remains."""
-    charted = copy.deepcopy(network).to("cpu", torch.float64)
+    charted = copied(network).cpu().double()
     count = torch.arange(layout.size, dtype=torch.float64)
     for name, parameter in charted.named_parameters():
         parameter.data = layout.segments[name].view(count)
@@ -281,7 +285,7 @@ def slice_particle(network: nn.Module, layout: Layout, recipe: Recipe, slab: Rec
 
 def scatter_buffers(network: nn.Module, part: Sliced) -> None:
     """Write the slab's buffers (running statistics) to their places in the full network."""
-    charted = copy.deepcopy(network).to("cpu", torch.float64)
+    charted = copied(network).cpu().double()
     for buffer in charted.buffers():
         # in float64 whatever the buffer holds: bool and uint8 cannot count
         buffer.data = torch.arange(buffer.numel(), dtype=torch.float64).view(buffer.shape)

@@ -9,11 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from dllp import objective
-from dllp.errors import ConfigError, DataError
-from dllp.tracing import first_line
-
-UNFIT = (RuntimeError, NotImplementedError, ValueError, IndexError)
-"""What a forward pass raises about inputs that do not fit; a subclass, such as for memory, is about something else."""
+from dllp.errors import ConfigError, DataError, first_line
+from dllp.tracing import UNFIT
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -23,40 +22,67 @@ from dllp.data import (
     validate,
 )  # fmt: skip
 from dllp.devices import check_repeatable, find_device
-from dllp.errors import DataError, StructureError
+from dllp.errors import DataError, StructureError, first_line
 from dllp.gating import ChannelGating, FilterFn, WeightGating
 from dllp.parallel import Place
 from dllp.particles import Particles
 from dllp.ranks import Ranks
+from dllp.slicing import copied
 from dllp.structure import Structure, discover
-from dllp.tracing import check_network, first_line, isolated
+from dllp.tracing import check_network, isolated, misfit
 
 Data = DataLoader[Any] | tuple[Any, Any] | ArrayData | StreamedData | Dataset | str
 Source = Batches | LoaderBatches | StreamBatches
 
 
 def prepare(
-    model: nn.Module, data: Data, config: Config, filter_fn: FilterFn | None, ranks: Ranks | None = None
-) -> tuple[Source, Tensor, Structure]:
-    """Batches on the device, an example that the network is known to take, and what of it can be pruned."""
+    model: nn.Module, data: Data, config: Config, filter_fn: FilterFn | None, ranks: Ranks | None = None, *,
+    channels: bool = True,
+) -> tuple[Source, Tensor, Structure]:  # fmt: skip
+    """Batches on the device, an example that the network is known to take, and what of it can be pruned.
+
+    Without `channels` no groups of them are looked for, and any network will do.
+    """
     check_network(model)
     device = find_device(config.device, None if ranks is None or ranks.alone else ranks.local)
     check_repeatable(device, config.deterministic)
     batches = as_batches(data, config, device)
     example, targets = example_of(batches)
-    structure = discover(model, example, filter_fn=filter_fn)
-    parameters = list(model.parameters())
-    if parameters and not any(parameter.requires_grad for parameter in parameters):
-        raise StructureError("every parameter of the network is frozen: set requires_grad on those that may learn")
+    if not isinstance(batches, StreamBatches) and not example.is_floating_point() and not _takes(model, example):
+        batches.integers, example = False, example.float()
     check_targets(model, batches, config, example, targets)
-    return batches, example, structure
+    return batches, example, discover(model, example, filter_fn=filter_fn, channels=channels)
+
+
+def _takes(model: nn.Module, example: Tensor) -> bool:
+    """Whether the network takes integers, as one that looks them up in a table does; most need real numbers."""
+    try:
+        _outputs(model, example, training=False)
+    except IndexError as error:  # they are looked up, but not found
+        raise StructureError(misfit(model, [example], error)) from error
+    except Exception:  # whatever a stranger's forward raises about them
+        return False
+    return True
+
+
+def _outputs(model: nn.Module, example: Tensor, *, training: bool) -> Any:
+    """What a copy of the network returns, random numbers left as they were; in training its gradients must exist."""
+    weight = next((p for p in model.parameters() if p.is_floating_point()), example)
+    example = example.to(weight.device, weight.dtype if example.is_floating_point() else None)
+    with isolated(model), torch.set_grad_enabled(training):
+        network = copied(model).train(training)
+        outputs = network(example)
+        learning = [p for p in network.parameters() if p.requires_grad]
+        if training and isinstance(outputs, Tensor) and learning:
+            torch.autograd.grad(outputs.sum(), learning, allow_unused=True)
+    return outputs
 
 
 def as_batches(data: Data, config: Config, device: torch.device) -> Source:
     """Whatever the user gave as a source of batches on the device."""
     channels_last = device.type == "cuda"
     if isinstance(data, DataLoader):
-        return LoaderBatches(data, config.seed, device, channels_last)
+        return LoaderBatches(data, config.seed, device, channels_last, integers=True)
     if isinstance(data, str):
         data = load(data)
     if isinstance(data, Dataset):
@@ -66,11 +92,11 @@ def as_batches(data: Data, config: Config, device: torch.device) -> Source:
     if isinstance(data, tuple):
         if len(data) != 2:
             raise DataError(f"data is a tuple of {len(data)}: give (inputs, labels)")
-        data = from_pair(*data)
+        data = from_pair(*data, integers=True)
     if not isinstance(data, ArrayData):
         raise DataError(f"data of type {type(data).__name__} cannot be used: give a DataLoader or a pair of tensors")
     validate(data)
-    return Batches(data, config.batch_size, config.seed, device, channels_last)
+    return Batches(data, config.batch_size, config.seed, device, channels_last, integers=True)
 
 
 def example_of(batches: Source) -> tuple[Tensor, Tensor]:
@@ -80,17 +106,28 @@ def example_of(batches: Source) -> tuple[Tensor, Tensor]:
 
 
 def check_targets(model: nn.Module, batches: Source, config: Config, example: Tensor, targets: Tensor) -> None:
-    """Targets must fit the task and the network's outputs; discover() has shown that it takes the inputs."""
+    """Targets must fit the task and the network's outputs, in evaluation and in training."""
     task, head = config.task, int(config.noise == "input")
     if targets.is_floating_point() != (task == "regression"):
         other = "regression" if task == "classification" else "classification"
         raise DataError(f"task = {task} does not fit labels of type {targets.dtype}: use task = {other}")
-    with torch.no_grad():
-        first = next(model.parameters(), example)
-        probe = copy.deepcopy(model).eval()
-        outputs = probe(example.to(first.device, first.dtype) if example.is_floating_point() else example)
-    if not isinstance(outputs, Tensor) or outputs.dim() < 2:
-        raise StructureError("the network must return one tensor of shape (batch, outputs)")
+    try:
+        outputs = _outputs(model, example, training=False)
+    except Exception as error:
+        raise StructureError(misfit(model, [example], error)) from error
+    wanted = "one tensor of shape (batch, outputs)"
+    if not isinstance(outputs, Tensor) or outputs.dim() < 2 or (task == "classification" and outputs.dim() > 2):
+        raise StructureError(f"the network must return {wanted}, not {_described(outputs)}")
+    try:
+        pair = torch.cat([example, example])[:2]  # one example is another matter: see check_parts
+        found = _outputs(model, pair, training=True)
+    except Exception as error:
+        raise StructureError(f"the network cannot be trained: {first_line(error)}") from error
+    if not isinstance(found, Tensor) or found.shape[1:] != outputs.shape[1:]:
+        raise StructureError(
+            f"in training the network must return {wanted} as it does in evaluation, not {_described(found)}: switch "
+            "auxiliary outputs off"
+        )
     if task == "regression":
         found, wanted = outputs[0].numel() - head, targets[0].numel()
         if found != wanted:
@@ -109,6 +146,10 @@ def check_targets(model: nn.Module, batches: Source, config: Config, example: Te
         check_labels(batches.data.y, outputs.shape[1] - head)
 
 
+def _described(outputs: Any) -> str:
+    return f"one of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
+
+
 def check_parts(model: nn.Module, batches: Source, config: Config, example: Tensor, place: Place) -> None:
     """Raise where the smallest part of a batch is one example, and the network cannot learn from that (batch norm)."""
     size = batches.smallest if isinstance(batches, LoaderBatches) else batches.batch_size
@@ -120,7 +161,7 @@ def check_parts(model: nn.Module, batches: Source, config: Config, example: Tens
     first = next(model.parameters(), example)
     try:
         with isolated(model), torch.no_grad():
-            copy.deepcopy(model).train()(example[:1].to(first.device))
+            copied(model).train()(example[:1].to(first.device))
     except ValueError as error:
         raise DataError(
             "a batch, or a part of one, is a single example, from which the network cannot learn: use drop_last=True, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from dllp.config import Config
 from dllp.errors import ArtifactError, ConfigError, StructureError
 from dllp.extract import Slab
 from dllp.posterior import Posterior
-from dllp.slicing import cut
+from dllp.slicing import copied, cut
 from dllp.surroundings import undisturbed
 from dllp.tracing import check_network
 
@@ -121,7 +120,7 @@ def load(folder: str | Path, model: nn.Module) -> Result:
     noise = gates["noise"]
     slabs = []
     for i, recipe in enumerate(recipes):
-        reference = copy.deepcopy(model).cpu().eval()
+        reference = copied(model).cpu().eval()
         artifacts.read_network(folder / f"reference-{i}.safetensors", reference)
         try:
             network = cut(reference, recipe)

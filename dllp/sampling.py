@@ -18,7 +18,7 @@ from dllp.errors import ConfigError, DataError
 from dllp.posterior import Posterior
 from dllp.result import Result, posterior_of
 from dllp.slicing import Fold
-from dllp.structure import discover
+from dllp.structure import chosen_again, discover
 from dllp.surroundings import undisturbed
 
 
@@ -78,7 +78,7 @@ def _fold(result: Result, network: nn.Module, gated: tuple[str, ...], example: T
         weights = _Weights(network, gated)
         found, fold = weights.units, weights
     else:
-        structure = discover(network, example[:2].cpu())
+        structure = discover(network, example[:2].cpu(), filter_fn=chosen_again(result.whole))
         found, fold = structure.units, Fold(network, structure.groups)
     if found != units:
         raise DataError(f"the run has {units} gates but the network {found}: a filter_fn chose what may be gated")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dllp.costs import Cost
+from dllp.coupling import OUTPUT, UNREAD
 from dllp.errors import StructureError
 from dllp.structure import Structure
 
@@ -45,9 +46,18 @@ def select(structure: Structure, logits: Tensor, *, cost: Cost, keep: float | No
     if smallest > budget:
         raise StructureError(
             f"a fraction of {keep:g} cannot be reached: one chunk of {round_to} channels in each group already costs "
-            f"{smallest / cost.dense:.4f} of the dense network"
+            f"{smallest / cost.dense:.4f} of the dense network; keep more, or use granularity='weight'"
+            f"{_reasons(structure)}"
         )
     return _fill(kept, [(owners[i], chunks[i]) for i in ranking], cost, budget)
+
+
+def _reasons(structure: Structure) -> str:
+    """Why the costliest layers stay whole that could have been cut, in a few words."""
+    costs = {layer.name: layer.macs for layer in structure.layers}
+    inner = [name for name, why in structure.whole.items() if why not in (OUTPUT, UNREAD)]
+    names = sorted(inner, key=lambda name: -costs.get(name, 0.0))
+    return f" (whole are {'; '.join(f'{name}: {structure.whole[name]}' for name in names[:3])})" if names else ""
 
 
 def _fill(kept: Tensor, ranking: list[tuple[int, Tensor]], cost: Cost, budget: float) -> Tensor:

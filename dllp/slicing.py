@@ -20,7 +20,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_leaves
 
-from dllp.errors import StructureError
+from dllp.errors import StructureError, first_line
 
 Side = Literal["out", "in"]
 Recipe = dict[str, dict[str, list[int]]]
@@ -93,10 +93,30 @@ def recipe(model: nn.Module, groups: Sequence[Group], keep: Tensor) -> Recipe:
     return result
 
 
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy; what a forward left behind (features kept, weights computed by hooks) without its history.
+
+    PyTorch copies no tensor that was computed with gradients.
+    """
+    left = [leaf for module in model.modules() for leaf in tree_leaves(_attributes(module)) if _is_computed(leaf)]
+    try:
+        return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in left})
+    except Exception as error:
+        raise StructureError(f"the network cannot be copied: {first_line(error)}") from error
+
+
+def _attributes(module: nn.Module) -> list[Any]:
+    return [value for key, value in vars(module).items() if key not in ("_modules", "_parameters")]
+
+
+def _is_computed(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_leaf
+
+
 def cut(model: nn.Module, recipe: Recipe) -> nn.Module:
     """A deep copy with only the kept channels of each side in `recipe`; the model itself stays as it is."""
     checked = {name: _checked(name, _sub(model, name), sides) for name, sides in _items(recipe, "the recipe")}
-    result = copy.deepcopy(model)
+    result = copied(model)
     for name, sides in checked.items():
         _cut_module(name, result.get_submodule(name), sides)
     return result

@@ -23,6 +23,7 @@ from dllp.gating import ChannelGating, WeightGating
 from dllp.parallel import Mirror, Place
 from dllp.particles import Particles
 from dllp.slicing import Fold
+from dllp.tracing import explained
 from dllp.update import correct_rows, score_of, update_rows
 
 Phase = Literal["open", "soft", "discrete"]
@@ -197,7 +198,8 @@ class Step:
         bf16 = self.config.precision == "bfloat16"
         # cast weights must not be cached: a captured graph would keep the first step's
         autocast = torch.autocast(x.device.type, torch.bfloat16, enabled=bf16, cache_enabled=False)
-        with autocast, self.recompute(network, self.stages) if self.stages else nullcontext():
+        blocks = self.recompute(network, self.stages) if self.stages else nullcontext()
+        with autocast, blocks, explained(x, cut=bool(self.particles.sliced)):
             weights: dict[str, Tensor] = {}
             if self.closed:
                 fold, gate = self.closed[i]

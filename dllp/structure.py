@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,12 +19,13 @@ import torch_pruning as tp
 import torch_pruning.ops as tp_ops
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch_pruning.dependency.index_mapping import update_index_mapping
 
 from dllp.costs import Cost, flops_cost, params_cost, unit_counts, weight_count
-from dllp.coupling import OUTPUT, ZERO_PAD, components
-from dllp.errors import StructureError
-from dllp.slicing import Group, difference
-from dllp.tracing import first_example, first_line, isolated, observe, trainable_copy
+from dllp.coupling import CHOSEN, OUTPUT, ZERO_PAD, components
+from dllp.errors import StructureError, first_line
+from dllp.slicing import Group, copied, cut, difference, recipe
+from dllp.tracing import first_example, isolated, observe, trainable_copy
 
 TOLERANCE = 1e-9
 Filter = Callable[[nn.Module, str], bool]
@@ -73,27 +75,42 @@ class Structure:
         return torch.cat(counts) if counts else torch.zeros(0, dtype=torch.int64)
 
 
-def discover(model: nn.Module, example: Tensor | tuple, *, filter_fn: Filter | None = None) -> Structure:
+def discover(
+    model: nn.Module, example: Tensor | tuple, *, filter_fn: Filter | None = None, channels: bool = True
+) -> Structure:
     """Groups and costs of `model` for inputs like `example`; the model is left exactly as it is.
 
     Args:
         model: Any module whose forward takes `example`.
         example: A batch of inputs (or a tuple of them); its first example is used.
         filter_fn: Called with every convolution and linear module and its name; False keeps its channels whole.
+        channels: Whether the groups are wanted; without, any network has costs, whatever its forward does.
     """
     inputs = first_example(model, example)
+    groups: list[Group] = []
+    whole: dict[str, str] = {}
     with isolated(model):
         scratch = trainable_copy(model)
         trace = observe(scratch, inputs)
-        groups, whole = components(scratch, _dependency_graph(scratch, inputs), trace, _forbidden(model, filter_fn))
-        groups, refused = _verified(_randomised(scratch), groups, inputs, trace.zero_pad)
-    whole |= refused
+        if channels:
+            graph = _dependency_graph(scratch, inputs)
+            groups, whole = components(scratch, graph, trace, _forbidden(model, filter_fn))
+            groups, refused = _verified(_randomised(scratch), groups, inputs, trace.zero_pad)
+            whole |= refused
+        # of the copy in eval mode: reading a weight that is computed may change what it is computed from
+        modules = dict(scratch.named_modules())
+        layers = tuple(Layer(name, macs, weight_count(modules[name])) for name, macs in trace.macs.items())
+        flops = flops_cost(scratch, groups, trace.macs, trace.total)
+        params = params_cost(scratch, groups)
     order = {name: i for i, name in enumerate(trace.macs)}
     whole = dict(sorted(whole.items(), key=lambda item: order.get(item[0], len(order))))
-    modules = dict(model.named_modules())
-    layers = tuple(Layer(name, macs, weight_count(modules[name])) for name, macs in trace.macs.items())
-    flops = flops_cost(model, groups, trace.macs, trace.total)
-    return Structure(tuple(groups), whole, layers, flops, params_cost(model, groups))
+    return Structure(tuple(groups), whole, layers, flops, params)
+
+
+def chosen_again(whole: Mapping[str, str]) -> Filter:
+    """The filter_fn that keeps whole what the one of a run kept whole, by that run's reasons."""
+    kept = {reason.removeprefix(CHOSEN) for reason in whole.values() if reason.startswith(CHOSEN)}
+    return lambda module, name: name not in kept
 
 
 def verify(model: nn.Module, groups: Sequence[Group], keep: Tensor, example: Tensor | tuple) -> float:
@@ -117,15 +134,31 @@ def _dependency_graph(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
         """Makes a module that Torch-Pruning does not know visible in its graph."""
 
     opaque: dict[Any, Any] = {kind: Opaque() for kind in (nn.LocalResponseNorm, nn.GRU, nn.RNN)}
+    graph = tp.DependencyGraph()
     try:
         # Without forward_fn Torch-Pruning first tries model(*batch), which unbatches the example.
-        return tp.DependencyGraph().build_dependency(
-            model, inputs, forward_fn=lambda m, x: m(*x), customized_pruners=opaque, verbose=False
-        )
+        graph.build_dependency(model, inputs, forward_fn=lambda m, x: m(*x), customized_pruners=opaque, verbose=False)
+    except ZeroDivisionError:
+        _map_indices(graph)
     except Exception as error:
         raise StructureError(
-            f"the network's graph cannot be traced: {type(error).__name__}: {first_line(error)}"
+            f"the network's graph cannot be traced: {type(error).__name__}: {first_line(error)}; use granularity="
+            "'weight', which needs none"
         ) from error
+    return graph
+
+
+def _map_indices(graph: Any) -> None:
+    """Torch-Pruning's last step once more, node by node.
+
+    It divides by 0 over a shuffle before a split, and leaves all nodes beyond without index mappings. That one node
+    alone stays without: channels do not line up there, which is found as for any unknown operation.
+    """
+    for module, node in graph.module2node.items():
+        alone = copy.copy(graph)
+        alone.module2node = {module: node}
+        with suppress(ZeroDivisionError):
+            update_index_mapping(alone)
 
 
 def _forbidden(model: nn.Module, filter_fn: Filter | None) -> set[str]:
@@ -136,7 +169,7 @@ def _forbidden(model: nn.Module, filter_fn: Filter | None) -> set[str]:
 
 def _randomised(model: nn.Module) -> nn.Module:
     """A float64 copy in which no weight, scale or statistic is so special that it hides an error."""
-    result = copy.deepcopy(model).double()
+    result = copied(model).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in result.parameters():
@@ -166,8 +199,26 @@ def _gap(exact: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[
         return _Gap(math.inf, False, f"the cut network fails ({first_line(error)}): its forward counts on all of them")
     if value is None:
         return _Gap(math.inf, True, "the cut network has outputs of another shape")
+    failure = _training_failure(exact, groups, keep, inputs)
+    if failure:
+        return _Gap(math.inf, False, f"the cut network fails in training ({failure}): it counts on all of them")
     mixed = "as its forward moves or mixes them (shuffle, flip, padding, softmax)"
     return _Gap(value, False, f"the cut network differs from the gated one by {value:.1e}, {mixed}")
+
+
+def _training_failure(exact: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...]) -> str:
+    """What the cut network raises in training mode, in which a forward may call layers that evaluation does not."""
+    pairs = tuple(torch.cat([x, x]) if isinstance(x, Tensor) and x.dim() else x for x in inputs)
+    failures = []
+    for network in (cut(exact, recipe(exact, groups, keep)), copied(exact)):
+        try:
+            with torch.no_grad():  # of two examples: batch norms take no single one
+                network.train()(*pairs)
+        except Exception as error:
+            failures.append(first_line(error))
+            continue
+        break
+    return failures[0] if len(failures) == 1 else ""  # a network that fails uncut too fails for reasons of its own
 
 
 def _random_inputs(exact: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -195,7 +246,7 @@ def _refusal(refused: dict[str, str]) -> str:
     others = f" (and of {len(refused) - 1} more)" if len(refused) > 1 else ""
     return (
         f"the channels of {name!r}{others} cannot be pruned safely: {message}; "
-        f"keep them whole with filter_fn=lambda module, name: name not in {tuple(refused)}"
+        f"keep them whole with filter_fn=lambda module, name: name not in {tuple(refused)}, or use granularity='weight'"
     )
 
 

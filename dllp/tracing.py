@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,16 +16,29 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from dllp.errors import StructureError
-from dllp.slicing import side_sizes
+from dllp.errors import StructureError, first_line
+from dllp.slicing import copied, side_sizes
 from dllp.surroundings import undisturbed
 
+UNFIT = (RuntimeError, NotImplementedError, ValueError, IndexError)
+"""What a forward pass raises about inputs that do not fit; a subclass, such as for memory, is about something else."""
 
-def check_network(model: object) -> None:
-    """Raise where what is given for a network is none."""
-    if not isinstance(model, nn.Module):
-        kind = f"the class {model.__name__}" if isinstance(model, type) else f"of type {type(model).__name__}"
-        raise StructureError(f"the network is {kind}: give an instance of nn.Module")
+
+@contextmanager
+def explained(x: Tensor, cut: bool) -> Iterator[None]:
+    """Say what it means where a network fails on a batch, although it took the first examples."""
+    try:
+        yield
+    except UNFIT as error:
+        if type(error) not in UNFIT or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            raise
+        what, why = "network", "it took the first examples, so look at the others"
+        if cut:
+            what = "cut network"
+            why = "its forward goes another way than for the first examples: filter_fn can keep the layers there whole"
+        raise StructureError(
+            f"the {what} fails on a batch of shape {tuple(x.shape)} ({first_line(error)}): {why}"
+        ) from error
 
 
 def first_example(model: nn.Module, example: Tensor | tuple) -> tuple[Any, ...]:
@@ -53,30 +65,30 @@ def isolated(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def trainable_copy(model: nn.Module) -> nn.Module:
-    """A copy in eval mode with every parameter trainable: Torch-Pruning overlooks frozen layers."""
+def check_network(model: object) -> None:
+    """Raise for what is no network, hides its layers, or has none yet."""
+    if not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else f"of type {type(model).__name__}"
+        raise StructureError(f"the network is {kind}: give an instance of nn.Module")
     if any(isinstance(p, nn.UninitializedParameter) for p in model.parameters()):
         raise StructureError("the network has lazy layers: run it once on an example first")
-    try:
-        result = copy.deepcopy(model).eval()
-    except Exception as error:
-        raise StructureError(f"the network cannot be copied: {first_line(error)}") from error
+    for name, module in model.named_modules():
+        what = repr(name) if name else "the network"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise StructureError(f"{what} is compiled by torch.jit, which hides its layers: give it as it was before")
+        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            raise StructureError(f"{what} is wrapped in {type(module).__name__}: give what it wraps, its .module")
+        if hasattr(module, "_orig_mod"):
+            raise StructureError(f"{what} is compiled by torch.compile: give what was compiled, its ._orig_mod")
+
+
+def trainable_copy(model: nn.Module) -> nn.Module:
+    """A copy in eval mode with every parameter trainable: Torch-Pruning overlooks frozen layers."""
+    result = copied(model).eval()
     for parameter in result.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
         parameter.grad = None
     return result
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _other_precision(model: nn.Module, inputs: tuple[Any, ...]) -> str:
-    """The way out where parameters and inputs are floats of different widths."""
-    given = {x.dtype for x in inputs if isinstance(x, Tensor) and x.is_floating_point()}
-    own = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    return "; convert it with network.float()" if torch.float32 in given and own - given else ""
 
 
 class _ZeroPad(TorchFunctionMode):
@@ -110,6 +122,29 @@ class Trace:
     zero_pad: bool = False
 
 
+@contextmanager
+def _countable(model: nn.Module) -> Iterator[None]:
+    """Recurrent layers computed by matrix products: those that libraries fuse are no FLOPs to the counter."""
+    plain = not any(isinstance(module, nn.RNNBase) for module in model.modules())
+    with torch.backends.mkldnn.flags(enabled=plain), torch.backends.cudnn.flags(enabled=plain):
+        yield
+
+
+def misfit(model: nn.Module, inputs: list[Tensor], error: Exception) -> str:
+    """Why the network cannot take the inputs; types that differ are the one cause with a sure way out."""
+    shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    given = {x.dtype for x in inputs if x.is_floating_point()}
+    way_out = ""
+    if given and kinds != given:
+        way_out = f"; its weights are {_names(kinds)} but inputs {_names(given)}: convert the network with .float()"
+    return f"the network cannot take inputs of shape {shapes}: {first_line(error)}{way_out}"
+
+
+def _names(kinds: set[torch.dtype]) -> str:
+    return " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+
+
 def observe(model: nn.Module, inputs: tuple[Any, ...]) -> Trace:
     """Run one forward, hooks in place for its duration; StructureError where the network cannot take the inputs."""
     trace = Trace()
@@ -129,16 +164,18 @@ def observe(model: nn.Module, inputs: tuple[Any, ...]) -> Trace:
 
     watched = [(n, m) for n, m in model.named_modules() if side_sizes(m) or not list(m.children())]
     handles = [module.register_forward_hook(hook(name, module)) for name, module in watched]
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    versions = [x._version for x in tensors]
     try:
-        with FlopCounterMode(display=False) as counter, _ZeroPad() as pads:
+        with _countable(model), FlopCounterMode(display=False) as counter, _ZeroPad() as pads:
             output = model(*inputs)
     except Exception as error:
-        shapes = ", ".join(str(tuple(x.shape)) for x in inputs if isinstance(x, Tensor))
-        way = _other_precision(model, inputs)
-        raise StructureError(f"the network cannot take inputs of shape {shapes}: {first_line(error)}{way}") from error
+        raise StructureError(misfit(model, tensors, error)) from error
     finally:
         for handle in handles:
             handle.remove()
+    if versions != [x._version for x in tensors]:  # every particle would see what those before it left
+        raise StructureError("the network changes its inputs in place: let its forward begin with x = x.clone()")
     if trace.macs and not any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(output)):
         raise StructureError("the network's graph cannot be traced: its forward switches gradients off")
     trace.total = counter.get_total_flops() / 2

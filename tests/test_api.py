@@ -275,7 +275,7 @@ class TwoOutputs(nn.Module):
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 3)), {}, "cannot take inputs of shape"),
         (TwoOutputs(), {}, "must return one tensor"),
         (network().requires_grad_(False), {}, "every parameter of the network is frozen"),
-        (network().double(), {}, r"convert it with network.float\(\)"),
+        (network().double(), {}, r"convert the network with .float\(\)"),
     ],
 )
 def test_networks_that_cannot_be_pruned(model: nn.Module, changes: dict[str, Any], words: str) -> None:

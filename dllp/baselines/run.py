@@ -77,7 +77,7 @@ def prune(
     method.refuse_priors(vars(config))
     recipe = replace(config, granularity=method.granularity, particles=1).resolved()
     config = method.settings(recipe)
-    batches, example, structure = prepare(model, data, config, filter_fn)
+    batches, example, structure = prepare(model, data, config, filter_fn, channels=config.granularity == "channel")
     scenes = _Scenes(method, model, structure, config, filter_fn)
     scenes.at(Particles.start(model, config, torch.device("cpu")))  # a budget out of reach is told before any training
     if trained is None or method.trains:

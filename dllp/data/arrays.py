@@ -108,7 +108,8 @@ class Batches:
     """Training batches of one :class:`ArrayData`, all of one shape, on one device.
 
     Order and augmentation depend only on (seed, epoch), so a run can resume at any step of any epoch. What is left
-    of a permutation after the last full batch is dropped; `batch_size` is capped at the number of examples.
+    of a permutation after the last full batch is dropped; `batch_size` is capped at the number of examples. With
+    `integers` int64 inputs stay what they are, for networks that look them up.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Batches:
         seed: int,
         device: torch.device | str = "cpu",
         channels_last: bool = False,
+        integers: bool = False,
     ) -> None:
         if len(data) == 0:
             raise DataError("the training data is empty: at least one example is needed")
@@ -128,12 +130,13 @@ class Batches:
         self.batch_size = min(batch_size, len(data))
         self.steps = len(data) // self.batch_size
         self.channels_last = channels_last and data.x.ndim == 4
+        self.integers = integers and is_integer(data.x)
         # Kept on the device: making them anew for every batch would copy from the host each time.
         self._shift, self._scale = self.data.affine(self.device)
         self._phase = torch.randint(2, (len(data),), generator=generator(seed, 1))
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """(inputs, labels) of every step from `start_step` on; inputs are normalised float32."""
+        """(inputs, labels) of every step from `start_step` on; inputs are normalised float32, or the integers."""
         rng = generator(self.seed, 2, epoch)
         order = torch.randperm(self.num_examples, generator=rng)
         place = self._draw(rng).to(self.device)
@@ -146,7 +149,7 @@ class Batches:
             x = self._gather(order[part], place[part], flip[part])
             y = self.data.y[order[part]]
             for a, b in zip(x.split(size), y.split(size), strict=True):
-                yield (a - self._shift).mul_(self._scale), b
+                yield a if self.integers else (a - self._shift).mul_(self._scale), b
 
     def _draw(self, rng: torch.Generator) -> Tensor:
         """(N, ...): where each image of an epoch is cut."""
@@ -162,6 +165,11 @@ class Batches:
         else:
             x = self.data.x[index]
         return x.contiguous(memory_format=torch.channels_last) if self.channels_last else x
+
+
+def is_integer(x: Tensor) -> bool:
+    """Whether inputs may be meant to be looked up; uint8 is an image."""
+    return x.dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def generator(*key: int) -> torch.Generator:

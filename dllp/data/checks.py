@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dllp.data.arrays import ArrayData, Augment
+from dllp.data.arrays import ArrayData, Augment, is_integer
 from dllp.errors import DataError
 
 CHUNK = 2**22
@@ -21,9 +21,10 @@ def from_pair(
     mean: tuple[float, ...] | None = None,
     std: tuple[float, ...] | None = None,
     augment: Augment = "none",
+    integers: bool = False,
 ) -> ArrayData:
     """Training data from two tensors or arrays, checked."""
-    data = converted(x, y, mean=mean, std=std, augment=augment)
+    data = converted(x, y, mean=mean, std=std, augment=augment, integers=integers)
     validate(data)
     return data
 
@@ -35,17 +36,18 @@ def converted(
     mean: tuple[float, ...] | None = None,
     std: tuple[float, ...] | None = None,
     augment: Augment = "none",
+    integers: bool = False,
 ) -> ArrayData:
     """Data from two tensors or arrays, whatever they hold.
 
-    Inputs are (N, C, H, W) or (N, F) and stay uint8 or become float32. Integer labels (N,) make a classification,
-    floating-point targets (N,) or (N, K) a regression.
+    Inputs are (N, C, H, W) or (N, F) and stay uint8 or become float32; with `integers` other integers become int64.
+    Integer labels (N,) make a classification, floating-point targets (N,) or (N, K) a regression.
     """
     x, y = _tensor(x, "inputs"), _tensor(y, "labels")
     if x.ndim < 2:
         raise DataError(f"inputs of shape {tuple(x.shape)}: give (examples, features) or (examples, channels, ...)")
     if x.dtype != torch.uint8:
-        x = x.float()
+        x = x.long() if integers and is_integer(x) else x.float()
     if y.is_floating_point():
         y = y.float().view(len(y), -1) if len(y) else y.float()
     else:

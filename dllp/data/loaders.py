@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from dllp.data.arrays import generator
+from dllp.data.arrays import generator, is_integer
 from dllp.data.checks import check_finite, check_labels
 from dllp.errors import DataError
 
@@ -29,7 +29,8 @@ class LoaderBatches:
     PyTorch's random numbers that the loader draws (shuffling, transforms, worker seeds) depend only on (seed, epoch)
     and leave the global generator alone; a generator that belongs to the loader or its sampler is seeded anew for
     every epoch. Transforms that draw from Python's or numpy's generators are not covered. Inputs and float targets
-    become float32; the last batch may be smaller unless the loader drops it.
+    become float32, with `integers` integers other than uint8 become int64; the last batch may be smaller unless the
+    loader drops it.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class LoaderBatches:
         device: torch.device | str = "cpu",
         channels_last: bool = False,
         num_classes: int | None = None,
+        integers: bool = False,
     ) -> None:
         try:
             self.steps = len(loader)
@@ -51,6 +53,7 @@ class LoaderBatches:
         self.device = torch.device(device)
         self.channels_last = channels_last
         self.num_classes = num_classes
+        self.integers = integers
         if loader.batch_sampler is None:  # the data set makes the batches itself, and its length counts those
             self.num_examples = self.steps * len(next(self.epoch(0))[0])
 
@@ -94,7 +97,9 @@ class LoaderBatches:
             raise DataError(f"{place} is a single example, not a batch: give the DataLoader a batch_size")
         if len(x) != len(y):
             raise DataError(f"{len(x)} inputs but {len(y)} labels in {place}: give one label for each input")
-        x = x.float() if x.dtype != torch.uint8 else x / 255
+        if x.dtype == torch.uint8:
+            x = x / 255
+        x = x.long() if self.integers and is_integer(x) else x.float()
         check_finite(x, f"inputs of {place}")
         if y.is_floating_point():
             y = y.float().view(len(y), -1)

@@ -57,7 +57,8 @@ def layers(
             write(subject.network, path, inputs(2, shape), ("output",), "onnx")
             times.append(_kernel_times(path, inputs(batch, shape), runs))
         widths.append(_convolutions(subject.network, shape))
-        macs.append({layer.name: layer.macs for layer in discover(subject.network, inputs(2, shape)).layers})
+        structure = discover(subject.network, inputs(2, shape), channels=False)
+        macs.append({layer.name: layer.macs for layer in structure.layers})
     if len({len(part) for part in (*times, *widths)}) != 1:
         return []
     parts = zip(*times, *widths, strict=True)

@@ -10,7 +10,7 @@ from dllp.errors import ConfigError
 from dllp.export import inputs
 from dllp.result import Result
 from dllp.speed.rows import DENSE, PRUNED, Subject
-from dllp.structure import discover
+from dllp.structure import Filter, chosen_again, discover
 from dllp.widths import kept_units, padded, rounded
 
 
@@ -25,17 +25,22 @@ def subjects(result: Result, shape: tuple[int, ...], *, particle: int = 0, round
     return [
         *found,
         Subject(PRUNED, slab.network, result.sizes[particle].macs),
-        *multiples(slab.reference, slab.recipe, shape, round_to),
+        *multiples(slab.reference, slab.recipe, shape, round_to, chosen_again(result.whole)),
     ]
 
 
-def multiples(reference: nn.Module, recipe: Any, shape: tuple[int, ...], round_to: int) -> list[Subject]:
-    """The pruned network with dead channels added, and with the widths that `round_to` would have chosen."""
+def multiples(
+    reference: nn.Module, recipe: Any, shape: tuple[int, ...], round_to: int, filter_fn: Filter | None = None
+) -> list[Subject]:
+    """The pruned network with dead channels added, and with the widths that `round_to` would have chosen.
+
+    `filter_fn` is that of the run.
+    """
     if round_to < 1:
         raise ConfigError(f"round_to = {round_to}: a positive number of channels is needed")
     if round_to == 1:
         return []
-    structure = discover(reference, inputs(2, shape))
+    structure = discover(reference, inputs(2, shape), filter_fn=filter_fn)
     keep = kept_units(reference, structure, recipe)
     ways = {f"padded to {round_to}": padded, f"rounded to {round_to}": rounded}
     return [Subject(f"{PRUNED}, {name}", *way(reference, structure, keep, round_to)) for name, way in ways.items()]
