@@ -13,7 +13,7 @@ from dllp import reading
 from dllp.data import cifar10, digits, folder, large, npy, shards
 from dllp.data.arrays import ArrayData, Augment, Batches
 from dllp.data.bad import MAX_BAD, Tell, share
-from dllp.data.checks import check_finite, check_labels, converted, from_pair, validate
+from dllp.data.checks import check_finite, check_labels, from_pair, validate
 from dllp.data.download import Progress
 from dllp.data.loaders import BatchSource, LoaderBatches
 from dllp.data.split import holdout, stratified
@@ -177,7 +177,7 @@ def _from_npy(path: Path) -> Dataset:
     mean, std = folder.statistics(x) if image else (None, None)
     augment = folder.default_augment(x) if image else "none"
     train = from_pair(x, train_y, mean=mean, std=std, augment=augment)
-    test = converted(held, test_y, mean=mean, std=std)  # to test on one class is no mistake
+    test = from_pair(held, test_y, mean=mean, std=std, learned=False)
     if train.is_classification != test.is_classification or train.y.shape[1:] != test.y.shape[1:]:
         raise DataError(f"train_y.npy and test_y.npy in {path} differ in kind: both integers, or both floats")
     if train.is_classification and int(train.y.max()) >= MOST_CLASSES:

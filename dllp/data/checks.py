@@ -22,23 +22,9 @@ def from_pair(
     std: tuple[float, ...] | None = None,
     augment: Augment = "none",
     integers: bool = False,
+    learned: bool = True,
 ) -> ArrayData:
-    """Training data from two tensors or arrays, checked."""
-    data = converted(x, y, mean=mean, std=std, augment=augment, integers=integers)
-    validate(data)
-    return data
-
-
-def converted(
-    x: Any,
-    y: Any,
-    *,
-    mean: tuple[float, ...] | None = None,
-    std: tuple[float, ...] | None = None,
-    augment: Augment = "none",
-    integers: bool = False,
-) -> ArrayData:
-    """Data from two tensors or arrays, whatever they hold.
+    """Data from two tensors or arrays, checked where it is to be learned from: to test on one class is no mistake.
 
     Inputs are (N, C, H, W) or (N, F) and stay uint8 or become float32; with `integers` other integers become int64.
     Integer labels (N,) make a classification, floating-point targets (N,) or (N, K) a regression.
@@ -54,7 +40,10 @@ def converted(
         if y.ndim == 2 and y.shape[1] == 1:
             y = y[:, 0]
         y = y.long()
-    return ArrayData(x, y, mean, std, augment)
+    data = ArrayData(x, y, mean, std, augment)
+    if learned:
+        validate(data)
+    return data
 
 
 def validate(data: ArrayData, num_classes: int | None = None, place: str = "the data") -> None:
