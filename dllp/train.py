@@ -25,6 +25,9 @@ from dllp.update import score_of
 
 HEALTH_CHECK = 16
 """Steps between two looks at a CUDA device's health; a broken step changes no weight, so nothing is lost by waiting."""
+COUNTED = 200
+"""Epochs of a long run in which gates are counted, and up to twice as many: plenty for a picture. With the counts of
+thousands, files would be too large to be read again."""
 HELD = 2**28
 """Bytes of batches that are held until then, to see which one broke: large ones are looked at sooner."""
 
@@ -41,7 +44,8 @@ class Batches(Protocol):
 class EpochRecord:
     """What happened in one epoch; lists have one entry for each particle.
 
-    `gates` counts the gates of each module by their probability, in equal parts of [0, 1], all particles together.
+    `gates` counts the gates of each module by their probability, in equal parts of [0, 1], all particles together;
+    empty in most epochs of a long run.
     `discrepancy` is that of :meth:`Trainer.discrepancy`.
     """
 
@@ -190,7 +194,7 @@ class Trainer(Step):
             noise=join(self.belief.noise()).tolist(),
             seconds=seconds,
             engine=self.capture.state,
-            gates=self.belief.counts(),
+            gates=[] if (epoch + 1) % max(1, self.config.epochs // COUNTED) else self.belief.counts(),
             discrepancy=self.discrepancy(),
         )
 

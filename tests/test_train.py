@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dllp
+from dllp import train
 from dllp.train import EpochRecord, Trainer
 from tests.oracles import naive_bandwidth, naive_stein_kernel
 from tests.short_runs import mlp, quick, table
@@ -53,6 +54,12 @@ def test_particles_that_do_not_interact_have_no_discrepancy() -> None:
     alone = dllp.prune(mlp(8), table(), quick(epochs=3, particles=1))
     dense = dllp.train_dense(mlp(8), table(), quick(epochs=2, keep_flops=None))
     assert {record["discrepancy"] for record in alone.history + dense.history} == {None}
+
+
+def test_long_runs_count_gates_in_some_epochs_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "COUNTED", 3)
+    history = dllp.prune(mlp(8), table(), quick(epochs=12)).history
+    assert [bool(record["gates"]) for record in history] == [False, False, False, True] * 3
 
 
 def test_patience_stops_a_run_that_no_longer_improves() -> None:
