@@ -288,4 +288,5 @@ def _wanted(hint: Any) -> str:
     """An annotation in words."""
     choices = [str(c) for part in (hint, *get_args(hint)) if get_origin(part) is Literal for c in get_args(part)]
     kinds = [part.__name__ for part in (hint, *get_args(hint)) if isinstance(part, type) and part is not type(None)]
-    return " or ".join(choices + kinds)
+    pairs = ["two numbers" for part in (hint, *get_args(hint)) if get_origin(part) is tuple]
+    return " or ".join(choices + kinds + pairs)

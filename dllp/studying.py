@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dllp import analysis, artifacts, shipping
-from dllp.baselines import METHODS
+from dllp.baselines import METHODS, hyperparameters
 from dllp.task import DENSE_FILE
 
 OWN_PAPER = "Efficient Stein Variational Inference for Reliable Distribution-lossless Network Pruning"
@@ -35,14 +35,17 @@ def methods(given: dict[str, Any]) -> None:
             "removes": f"{method.granularity}s",
             "year": method.year,
             "paper": method.paper,
+            "hyperparameters": hyperparameters(method),
             "published": [vars(figure) for figure in method.published],
         }
         for method in METHODS.values()
     ]
-    own = {"name": "dllp", "removes": "channels or weights", "year": 2023, "paper": OWN_PAPER, "published": []}
+    own = {"name": "dllp", "removes": "channels or weights", "year": 2023, "paper": OWN_PAPER}
+    own |= {"hyperparameters": {}, "published": []}
     if "json" in given:
         artifacts.write_json(Path(given["json"]), [own, *listed])
     width = max(len(entry["name"]) for entry in listed)
     for entry in (own, *listed):
         figures = "".join(f"; {f['network']}: {f['drop']:g} lost at -{f['removed']:g}%" for f in entry["published"])
-        print(f"{entry['name']:{width}}  {entry['year']}  {entry['paper']} ({entry['removes']}{figures})")
+        settings = "".join(f"; {name} {value:g}" for name, value in entry["hyperparameters"].items())
+        print(f"{entry['name']:{width}}  {entry['year']}  {entry['paper']} ({entry['removes']}{settings}{figures})")

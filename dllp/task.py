@@ -52,7 +52,8 @@ class Task:
         leave_out: Classes by name, separated by commas, that training never shows: see --ood of dllp evaluate.
         validation: Fraction or number of training examples to hold out, and to evaluate on instead of the test set.
         dense: Compare with the dense network: the given one, or one trained by the same recipe where init is fresh.
-        method: `dllp`, or one of the methods that `dllp methods` lists, trained by the same recipe to the same budget.
+        method: `dllp`, or one of the methods that `dllp methods` lists, trained by the same recipe to the same budget;
+            with hyperparameters, for example `polarization:strength=3e-4,t=1.1`.
         finetune_epochs: Epochs of training after the cut, for other methods than dllp.
     """
 

@@ -138,7 +138,12 @@ def test_runs_that_depart_never_enter_the_table(
     (found,) = Store(folder).lines()
     assert found["evaluated_on"] == "validation" and not (folder / "probabilities").exists()
     assert main([*words, "--epochs", "2", "--quiet"]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny-epochs2", "tiny-validation20"]
+    assert main([*words, "--set", "lr=0.07", "--quiet"]) == 0
+    (other,) = Store(tmp_path / "tiny-lr-0.07").lines()
+    assert other["config"]["lr"] == 0.07
+    made = json.loads((tmp_path / "tiny-lr-0.07" / "summary.json").read_text())
+    assert made["command"].endswith("--set lr=0.07") and made["rows"][0]["wanted"] == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny-epochs2", "tiny-lr-0.07", "tiny-validation20"]
     capsys.readouterr()
     assert main(["bench", "tiny", "--out", str(tmp_path), "--summary-only", "--quiet"]) == 2
     one_line(capsys, "tiny has no finished job to sum up")
@@ -232,6 +237,13 @@ def test_mistakes_are_one_line(table: Table, tmp_path: Path, capsys: pytest.Capt
         (["tiny", "--validation", "-3"], "validation = -3"),
         (["tiny", "--validation", "64"], "leaves nothing on one side"),
         (["figure4", "--validation", "10"], "figure4 is about predictions on the test set: leave out --validation"),
+        (["tiny", "--set", "lr"], "'lr' sets nothing: give NAME=VALUE"),
+        (["tiny", "--set", "lr=fast"], "lr = 'fast': float is needed"),
+        (["tiny", "--set", "slab_bounds=3"], "slab_bounds = 3: two numbers is needed"),
+        (["tiny", "--set", "seed=3"], "tiny has no setting 'seed'"),
+        (["table1", "--set", "network=resnet21"], "did you mean resnet20"),
+        (["table1", "--set", "finetune_lr=often"], "lr = 'often'"),
+        (["table1", "--rows", "tuned-sss-55", "--set", "strength=x"], "strength = 'x': a number is needed"),
         (["tiny", "--seeds", "0", "one"], "seeds = one: expected a whole number"),
         (["tiny", "--precision", "int8"], "expected float32, bfloat16"),
         (["tiny", "--sharp", "1/2"], "did you mean --shard?"),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dllp.baselines import METHODS
-from dllp.bench import jobs, run, tables
+from dllp.baselines import METHODS, find
+from dllp.baselines.fpgm import GeometricMedian
+from dllp.baselines.slimming import Slimming
+from dllp.bench import jobs, plans, run, tables
 from dllp.bench.jobs import Job
 from dllp.bench.plans import Quoted, Variant
 from dllp.errors import ConfigError
@@ -114,6 +117,28 @@ def test_plans_follow_the_options() -> None:
         Variant(epochs=0)
     with pytest.raises(ConfigError, match="validation = -1"):
         Variant(validation=-1)
+
+
+def test_settings_reach_the_jobs_that_have_them() -> None:
+    given = plans.settings(["strength=1e-5", "network=resnet20", "slab_bounds=[1.0, 30.0]", "prior=laplace"])
+    assert given == {"strength": 1e-5, "network": "resnet20", "slab_bounds": (1.0, 30.0), "prior": "laplace"}
+    table = tables.TABLES["table1"]
+    rows = {row.name: row.job for row in table.set({**given, "finetune_lr": 0.1}).rows}
+    slimming, weight, fpgm = rows["tuned-slimming-48"], rows["dllp-weight-90"], rows["tuned-fpgm-53"]
+    assert find(slimming.baseline) == Slimming(strength=1e-5) and find(fpgm.baseline) == GeometricMedian()
+    assert {job.network for job in rows.values()} == {"resnet20"} and slimming.finetune_lr == 0.1
+    assert weight.config.slab_bounds == (1.0, 30.0) and weight.config.prior == "laplace"
+    assert slimming.dense == fpgm.dense, "the dense network has no strength"
+    again = table.set({"strength": 1e-3}).set({"strength": 1e-4})
+    both = {row.name: row.job for row in again.rows}
+    assert find(both["tuned-slimming-48"].baseline) == Slimming(strength=1e-4)
+    variant = Variant(30, 5000, given)
+    assert (
+        variant.suffix == "-validation5000-epochs30-strength-1e_05-network-resnet20-slab_bounds-1.0_30.0-prior-laplace"
+    )
+    words = shlex.split(" ".join(variant.words))
+    assert words[:4] == ["--epochs", "30", "--validation", "5000"] and plans.settings(words[5:]) == given
+    assert table.set({}) == table and Variant().words == []
 
 
 def test_no_two_jobs_of_both_tables_are_the_same() -> None:

@@ -33,6 +33,10 @@ def test_a_run_of_another_method_by_name(tmp_path: Path, capsys: pytest.CaptureF
         (["--method", "sfp", "--keep-flops", "0.0001"], ["cannot be reached"]),
         (["--finetune-epochs", "2"], ["finetune_epochs is for other methods"]),
         (["--method", "nothing"], ["there is no method 'nothing'"]),
+        (["--method", "slimming:t=2"], ["method slimming has no hyperparameter 't': it has strength"]),
+        (["--method", "fpgm:strength=2"], ["method fpgm has no hyperparameter 'strength': it has none"]),
+        (["--method", "polarization:t=much"], ["t = 'much': a number is needed, such as polarization:t=1.2"]),
+        (["--method", "sss:strength=-1"], ["strength = -1.0"]),
         (["--method", "slimming", "--keep-flops", "0.5", "--prior", "laplace"], ["prior = laplace", "leave out prior"]),
         (["--method", "polarization", "--keep-flops", "0.5", "--polarization", "1.5"], ["its own regulariser"]),
     ):

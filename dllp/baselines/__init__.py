@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from types import MappingProxyType
 
 from dllp.baselines.chance import Random
@@ -40,8 +41,24 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 )
 
 
-def find(name: str) -> Method:
-    """A method by name."""
+def find(text: str) -> Method:
+    """A method by name, with hyperparameters where it is not to have its own: `polarization:strength=3e-4,t=1.1`."""
+    name, _, given = text.partition(":")
     if name not in METHODS:
         raise ConfigError(f"there is no method {name!r}: choose from dllp, {', '.join(METHODS)}")
-    return METHODS[name]
+    method, values = METHODS[name], {}
+    known = hyperparameters(method)
+    for part in given.split(",") if given else ():
+        key, _, value = part.partition("=")
+        if key not in known:
+            raise ConfigError(f"method {name} has no hyperparameter {key!r}: it has {', '.join(known) or 'none'}")
+        try:
+            values[key] = float(value)
+        except ValueError:
+            raise ConfigError(f"{key} = {value!r}: a number is needed, such as {name}:{key}={known[key]:g}") from None
+    return replace(method, **values)
+
+
+def hyperparameters(method: Method) -> dict[str, float]:
+    """What of a method can be set, and to what it is."""
+    return {entry.name: getattr(method, entry.name) for entry in fields(method)}

@@ -81,6 +81,7 @@ class Scene:
         return ranks
 
 
+@dataclass(frozen=True)
 class Method:
     """A method of pruning; subclasses are frozen dataclasses whose fields are its hyperparameters.
 

@@ -72,8 +72,9 @@ def execute(
         download, reporter: Open what shows a download, and what shows trainings.
     """
     check_launcher(given)
-    table, quiet = tables.table(given["name"]), given.get("quiet", False)
-    variant = plans.Variant(given.get("epochs"), given.get("validation", 0))
+    settings, quiet = plans.settings(given.get("set", ())), given.get("quiet", False)
+    table = tables.table(given["name"]).set(settings)
+    variant = plans.Variant(given.get("epochs"), given.get("validation", 0), settings)
     if variant.validation and table.name in run.OF_PREDICTIONS:
         raise ConfigError(f"{table.name} is about predictions on the test set: leave out --validation")
     share = shard(given.get("shard", "1/1"))

@@ -29,7 +29,7 @@ def summarise(table: Table, lines: Lines, variant: Variant, store: Store) -> dic
     """Figures and densities of every row, and which of what is wanted they reach."""
     used = {row.name: line for row in table.rows for line in table.members(row, lines, variant)}
     rows = {name: _row(name, line, store) for name, line in used.items()}
-    words = ["dllp", "bench", table.name, *(["--epochs", str(variant.epochs)] if variant.epochs else [])]
+    words = ["dllp", "bench", table.name, *variant.words]
     return {
         "figure": table.name,
         "title": table.title,

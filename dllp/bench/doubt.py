@@ -119,7 +119,7 @@ def falls(values: Sequence[float]) -> bool:
 
 
 def _summary(table: Table, variant: Variant, panels: list[dict[str, Any]], used: Lines) -> dict[str, Any]:
-    words = ["dllp", "bench", table.name, *(["--epochs", str(variant.epochs)] if variant.epochs else [])]
+    words = ["dllp", "bench", table.name, *variant.words]
     seeds = sorted({line["seed"] for line in used})
     return {
         "figure": table.name, "title": table.title, "seeds": seeds, "panels": panels, "command": " ".join(words),

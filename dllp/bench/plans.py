@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from dllp.bench.jobs import Job
+from dllp import zoo
+from dllp.baselines import find, hyperparameters
+from dllp.bench.jobs import MACHINE, Job
+from dllp.config import Config
 from dllp.errors import ConfigError
 
 FIVE, THREE = (0, 1, 2, 3, 4), (0, 1, 2)
+OF_JOB = ("network", "finetune_lr")
+OF_CONFIG = {f.name for f in fields(Config)} - {*MACHINE, "seed", "epochs"}
+"""What may be set for the jobs of a table, besides the hyperparameters of their methods."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +60,12 @@ class Variant:
     Attributes:
         epochs: Instead of the jobs' own, for a quick try.
         validation: Training images held out, and evaluated on instead of the test set.
+        settings: Those of :meth:`Table.set`.
     """
 
     epochs: int | None = None
     validation: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.epochs is not None and self.epochs < 1:
@@ -75,7 +86,54 @@ class Variant:
     def suffix(self) -> str:
         """What tells its folder from the table's own."""
         parts = {"validation": self.validation, "epochs": self.epochs}
-        return "".join(f"-{name}{value}" for name, value in parts.items() if value)
+        departures = "".join(f"-{name}{value}" for name, value in parts.items() if value)
+        return departures + "".join(f"-{name}-{_in_a_name(value)}" for name, value in self.settings.items())
+
+    @property
+    def words(self) -> list[str]:
+        """The options that ask for it."""
+        found = ["--epochs", str(self.epochs)] if self.epochs else []
+        found += ["--validation", str(self.validation)] if self.validation else []
+        pairs = [shlex.quote(f"{name}={_as_json(value)}") for name, value in self.settings.items()]
+        return found + (["--set", *pairs] if pairs else [])
+
+
+def settings(words: Sequence[str]) -> dict[str, Any]:
+    """NAME=VALUE words -> values by name; a value is JSON where it can be, and text otherwise."""
+    found = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals:
+            raise ConfigError(f"{word!r} sets nothing: give NAME=VALUE, for example weight_decay=5e-4")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        found[name] = tuple(value) if isinstance(value, list) else value
+    return found
+
+
+def _as_json(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _in_a_name(value: Any) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "_", str(value)).strip("_")
+
+
+def _with(job: Job, name: str, value: Any) -> Job | None:
+    """The job with one setting; None where it has no such."""
+    if name == "network":
+        zoo.check_name(value)
+    if name == "finetune_lr":
+        replace(job.config, lr=value)  # what is no learning rate is told now
+    if name in OF_JOB:
+        return replace(job, **{name: value})
+    if name in OF_CONFIG:
+        return replace(job, changes={**job.changes, name: value})
+    if job.baseline and name in hyperparameters(find(job.baseline)):
+        return replace(job, baseline=f"{job.baseline}{',' if ':' in job.baseline else ':'}{name}={value}")
+    return None
 
 
 @dataclass(frozen=True)
@@ -111,6 +169,21 @@ class Table:
                 names = ", ".join(row.name for row in self.rows)
                 raise ConfigError(f"{self.name} has no row {pattern!r}: choose from {names}")
         return [row for row in self.rows if not patterns or any(fnmatchcase(row.name, p) for p in patterns)]
+
+    def set(self, settings: Mapping[str, Any]) -> Table:
+        """The table with other settings than the recipe's: fields of Config, hyperparameters of the rows' methods where
+        they have such, `network` and `finetune_lr`.
+        """
+        rows = self.rows
+        for name, value in settings.items():
+            found = [_with(row.job, name, value) for row in rows]
+            if not any(found):
+                raise ConfigError(
+                    f"{self.name} has no setting {name!r}: give a field of dllp.Config, {', '.join(OF_JOB)}, or a "
+                    "hyperparameter of its methods (dllp methods)"
+                )
+            rows = tuple(replace(row, job=job or row.job) for row, job in zip(rows, found, strict=True))
+        return replace(self, rows=rows)
 
     def plan(
         self, rows: Sequence[str] = (), seeds: Sequence[int] | None = None, variant: Variant | None = None,

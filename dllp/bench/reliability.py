@@ -103,7 +103,7 @@ def summarise(table: Table, lines: Lines, variant: Variant, store: Store) -> dic
         if rows:
             contests.append({"title": contest.title, "rows": rows, "wanted": _verdicts(contest, rows)})
     used = [line for found in members.values() for line in found]
-    command = " ".join(["dllp", "bench", table.name, *_epochs(variant)])
+    command = " ".join(["dllp", "bench", table.name, *variant.words])
     return {"table": table.name, "title": table.title, "contests": contests, "command": command, **provenance(used)}
 
 
@@ -119,7 +119,7 @@ def _row(contender: Contender, lines: Lines, store: Store, variant: Variant) -> 
         "flops": size * statistics.fmean(m / line["dense_macs"] for line in lines for m in line["macs"]),
         "seeds": [line["seed"] for line in lines],
         "data": {version: _spread([values[version] for values in found]) for version in found[0]},
-        "command": " ".join(["dllp", "bench", "reliability", "--rows", contender.row, *_epochs(variant)]),
+        "command": " ".join(["dllp", "bench", "reliability", "--rows", contender.row, *variant.words]),
     }
 
 
@@ -173,10 +173,6 @@ def _verdicts(contest: Contest, rows: Sequence[dict[str, Any]]) -> list[dict[str
         {"figure": name, "aim": text, "limit": limit, "found": own[name]["mean"], "reached": own[name]["mean"] <= limit}
         for name, limit, text in aims
     ]
-
-
-def _epochs(variant: Variant) -> list[str]:
-    return ["--epochs", str(variant.epochs)] if variant.epochs else []
 
 
 # ---- what is shown

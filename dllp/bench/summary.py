@@ -207,9 +207,7 @@ def _command(table: Table, rows: Lines, used: Lines, variant: Variant) -> str:
         words += ["--seeds", *map(str, *found)]
     precisions = {line["config"]["precision"] for line in used}
     words += ["--precision", *precisions] if len(precisions) == 1 else []
-    words += ["--epochs", str(variant.epochs)] if variant.epochs else []
-    words += ["--validation", str(variant.validation)] if variant.validation else []
-    return " ".join(words)
+    return " ".join([*words, *variant.words])
 
 
 # ---- Markdown

@@ -150,6 +150,8 @@ def bench() -> ArgumentParser:
     parser.add_argument("--epochs", type=int, metavar="N", help="Epochs of a quick try, in a folder of its own.")
     text = "Training images to hold out and evaluate on instead of the test set, in a folder of its own."
     parser.add_argument("--validation", type=int, metavar="N", help=text)
+    text = "Settings instead of the recipe's, or of a method's own, in a folder of its own."
+    parser.add_argument("--set", type=str, nargs="+", metavar="NAME=VALUE", help=text)
     parser.add_argument("--shard", type=str, metavar="I/N", help="Run the I-th of N shares of the jobs.")
     text = "Where jobs run: worker processes of this machine, or a Ray cluster. (default: this process, one by one)"
     parser.add_argument("--launcher", type=Literal["local", "ray"], metavar="local|ray", help=text)

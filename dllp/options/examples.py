@@ -53,7 +53,9 @@ examples:
   dllp bench figure3; dllp bench figure4; dllp bench reliability
       what pruned networks doubt; runs that another bench has finished are taken over
   dllp bench table1 --validation 5000 --epochs 20 --rows dllp-channel-55 --seeds 0
-      a choice of hyperparameters: trained on 45,000 images, evaluated on the 5,000 others, in a folder of its own"""
+      a choice of hyperparameters: trained on 45,000 images, evaluated on the 5,000 others, in a folder of its own
+  dllp bench table1 --validation 5000 --epochs 30 --rows 'tuned-slimming-*' --set network=resnet20 strength=1e-5
+      the same with another network, and another strength than the method's own"""
 EXPORT = """Needs pip install 'dllp[onnx]' for ONNX. The file is checked against PyTorch before it is written.
 
 examples:

@@ -41,6 +41,14 @@ def names() -> tuple[str, ...]:
     return tuple(_REGISTRY)
 
 
+def check_name(name: object) -> None:
+    """Raise where no network has the name."""
+    if name not in _REGISTRY:
+        near = difflib.get_close_matches(str(name), _REGISTRY, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(_REGISTRY)}"
+        raise ConfigError(f"unknown model {name!r}: {hint} (or give your own as package.module:factory)")
+
+
 def build(
     name: str, num_classes: int, in_channels: int = 3, *, image_size: int | None = None, **options: Any
 ) -> nn.Module:
@@ -54,10 +62,7 @@ def build(
             networks that depend on it.
         options: What the network's own function takes, such as `shortcut="projection"`.
     """
-    if name not in _REGISTRY:
-        near = difflib.get_close_matches(name, _REGISTRY, n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(_REGISTRY)}"
-        raise ConfigError(f"unknown model {name!r}: {hint} (or give your own as package.module:factory)")
+    check_name(name)
     entry = _REGISTRY[name]
     if num_classes < 1 or in_channels < 1:
         raise ConfigError(f"{name} with {num_classes} classes and {in_channels} input channels: both must be positive")
