@@ -46,7 +46,8 @@ def test_a_run_of_another_method_by_name(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_stopped_run_of_another_method_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["--method", "magnitude-l1", "--keep-params", "0.3", "--epochs", "2", "--finetune-epochs", "1", "--quiet"]
+    method = "magnitude-l1:strength=2e-5,decay=1e-4"
+    words = ["--method", method, "--keep-params", "0.3", "--epochs", "2", "--finetune-epochs", "1", "--quiet"]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert main(["prune", *words, "--out", str(whole)]) == 0
 
@@ -60,10 +61,15 @@ def test_a_stopped_run_of_another_method_goes_on(tmp_path: Path, monkeypatch: py
     assert main(["prune", "--resume", "--out", str(stopped), "--quiet"]) == 0
     for name in ("particle-0.safetensors", "reference-0.safetensors", "gates.safetensors"):
         assert (stopped / name).read_bytes() == (whole / name).read_bytes()
+    assert json.loads((whole / "run.json").read_text())["config"]["weight_decay"] == 1e-4
+    assert main(["evaluate", str(whole)]) == 0
 
 
 def test_methods_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["methods", "--json", str(tmp_path / "list.json")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 13 and lines[0].startswith("dllp ") and any("2019" in line for line in lines)
-    assert [entry["name"] for entry in json.loads((tmp_path / "list.json").read_text())] == ["dllp", *METHODS]
+    listed = json.loads((tmp_path / "list.json").read_text())
+    assert [entry["name"] for entry in listed] == ["dllp", *METHODS]
+    assert {"strength": 1e-4, "t": 1.2} in [entry["hyperparameters"] for entry in listed]
+    assert any("strength 0.0001; t 1.2" in line for line in lines)

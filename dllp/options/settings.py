@@ -18,7 +18,7 @@ from dllp.options.commands import TASK, prune
 from dllp.options.mistakes import near, plain
 from dllp.task import Task
 
-FREE = ("data", "data_root", "model", "weights", "device", "leave_out")
+FREE = ("data", "data_root", "model", "weights", "device", "leave_out", "method")
 """Settings whose text may hold anything; all others are words and numbers."""
 SETTINGS_BYTES = 2**16
 
