@@ -253,7 +253,10 @@ def test_batch_norm_and_a_single_example(data: Any, changes: dict[str, Any]) -> 
 
 
 def test_a_last_batch_that_is_dropped_is_no_matter() -> None:
-    dllp.prune(normed(), DataLoader(TensorDataset(X[:9], Y[:9]), batch_size=4, drop_last=True), config())
+    steps: list[int] = []
+    loader = DataLoader(TensorDataset(X[:9], Y[:9]), batch_size=4, drop_last=True)
+    result = dllp.prune(normed(), loader, config(), on_step=lambda trainer: steps.append(trainer.step_index))
+    assert steps == list(range(1, 2 * len(result.history) + 1))
 
 
 class TwoOutputs(nn.Module):

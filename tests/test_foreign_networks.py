@@ -236,7 +236,13 @@ def test_integers_reach_a_network_that_looks_them_up(source: str):
 def test_integers_become_numbers_for_every_other_network(source: str):
     x, y = words()
     model = nn.Sequential(nn.Linear(7, 8), nn.ReLU(), nn.Linear(8, CLASSES))
-    run(model, (x, y) if source == "pair" else DataLoader(TensorDataset(x, y), batch_size=12))
+
+    def trained(x: Tensor) -> dict[str, Tensor]:
+        data = (x, y) if source == "pair" else DataLoader(TensorDataset(x, y), batch_size=12)
+        return run(model, data).slabs[0].network.state_dict()
+
+    found, expected = trained(x), trained(x.float())
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def test_integers_that_are_in_no_table_are_told():
