@@ -8,7 +8,9 @@ from dllp.config import Config
 
 SHARED: dict[str, Any] = dict(init="fresh", batch_size=512, epochs=60, lr_end=0.001, beta=0.1)
 CHANNEL: dict[str, Any] = dict(open_until=0.15, ramp_until=0.3, discrete_at=0.35, lr_gates=0.05)
-WEIGHT: dict[str, Any] = dict(open_until=0.15, ramp_until=0.4, discrete_at=0.5, lr_gates=0.02, weight_decay=1e-3)
+WEIGHT: dict[str, Any] = dict(
+    open_until=0.15, ramp_until=0.4, discrete_at=0.5, lr_gates=0.02, weight_decay=1e-3, slab_bounds=(1.0, 30.0)
+)
 PEAK_LR = {"resnet20": 0.4, "resnet50": 0.2, "resnet56": 0.4, "vgg11_bn": 0.2, "vgg16_bn": 0.2}
 
 
