@@ -118,7 +118,7 @@ def _bench(given: dict[str, Any]) -> None:
     bench.execute(
         given,
         download=lambda: progress.download(quiet),
-        reporter=lambda: progress.reporter(quiet or not sys.stderr.isatty()),
+        reporter=lambda: progress.reporter(quiet, pause=60.0),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -44,7 +45,14 @@ class Silent(AbstractContextManager["Silent"]):
 
 
 class Lines(Silent):
-    """One plain line for each epoch, for files and pipes."""
+    """A plain line after an epoch, for files and pipes.
+
+    Args:
+        pause: Seconds from one line to the next at least: many runs after one another would fill a file otherwise.
+    """
+
+    def __init__(self, pause: float = 0.0) -> None:
+        self.pause, self.last = pause, time.monotonic()
 
     def begin(self, title: str, epochs: int, target: float | None) -> None:
         self.title, self.epochs, self.target = title, epochs, target
@@ -56,6 +64,9 @@ class Lines(Silent):
     def epoch(self, record: EpochRecord) -> None:
         # the first epoch also warms up; later ones tell more about those to come
         self.seconds = (self.seconds + record.seconds) / 2 if self.seconds else record.seconds
+        if time.monotonic() < self.last + self.pause:
+            return
+        self.last = time.monotonic()
         left = timedelta(seconds=round(self.seconds * (self.epochs - record.epoch)))
         rate = f"{self.steps / record.seconds:.1f} steps/s" if record.seconds else ""
         place = f"{self.title} epoch {record.epoch}/{self.epochs} {rate} {left} left"
@@ -99,11 +110,11 @@ class _Rate(ProgressColumn):
         return Text(f"{speed:.0f} steps/s" if speed else "", style="progress.data.speed")
 
 
-def reporter(quiet: bool) -> Silent:
-    """The bar where standard error is a terminal, lines where it is not, nothing when quiet."""
+def reporter(quiet: bool, pause: float = 0.0) -> Silent:
+    """The bar where standard error is a terminal, lines with a `pause` where it is not, nothing when quiet."""
     if quiet:
         return Silent()
-    return Bar(_stderr()) if sys.stderr.isatty() else Lines()
+    return Bar(_stderr()) if sys.stderr.isatty() else Lines(pause)
 
 
 @contextmanager

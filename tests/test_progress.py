@@ -86,3 +86,21 @@ def test_the_first_epoch_does_not_rule_the_time_left(capsys: pytest.CaptureFixtu
     shown = capsys.readouterr().out.splitlines()
     assert "0:15:00 left" in shown[0] and "cost" not in shown[0]
     assert "0:02:08 left" in shown[3]  # a weighted mean of 21.25 s, six epochs to go
+
+
+def test_lines_with_a_pause_leave_epochs_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A table of many short runs says nothing of their epochs, and one long run is never silent for much longer."""
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    lines = progress.Lines(pause=60.0)
+    for title, seconds in (("short", 5.0), ("long", 25.0)):
+        lines.begin(title, 8, None)
+        for epoch in range(1, 9):
+            now += seconds
+            lines.epoch(
+                EpochRecord(epoch, "open", [1.0], None, 0.1, 1.0, 1.0, [1.0], [0.0], [0.0], [1.0], seconds, "eager")
+            )
+    shown = [line.split(" steps/s")[0] for line in capsys.readouterr().out.splitlines()]
+    assert [line.split()[:3] for line in shown] == [["long", "epoch", f"{epoch}/8"] for epoch in (1, 4, 7)]
