@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import dllp
-from dllp import artifacts, examples, speed
+from dllp import artifacts, examples, speed, writing
 from dllp.belief import BINS
 from dllp.evaluate import DENSE
 from dllp.zoo import build
@@ -74,7 +74,7 @@ def keep_speed(folder: Path, result: dllp.Result) -> None:
     dense, pruned = speed.subjects(result, (3, 32, 32), round_to=1)
     rows = speed.as_dict(speed.measure_torch([dense, pruned], (3, 32, 32), batches=[1], seconds=0))
     layers = [vars(layer) for layer in speed.torch_layers(dense, pruned, (3, 32, 32), batch=1, runs=1)]
-    artifacts.write_json(folder / artifacts.SPEED, {"rows": rows, "layers": layers})
+    writing.write_json(folder / artifacts.SPEED, {"rows": rows, "layers": layers})
 
 
 def painted(page: Path) -> dict[str, float] | None:
@@ -121,7 +121,7 @@ def main() -> None:
         "runs": runs,
         "environment": dllp.devices.environment(torch.device("cpu")),
     }
-    artifacts.write_json(out / "summary.json", summary)
+    writing.write_json(out / "summary.json", summary)
     rows = {
         "build, latency stored by `dllp speed`": (summary["build_s"], 5, "s"),
         "the same in CPU time": (summary["build_cpu_s"], None, "s"),
@@ -140,7 +140,7 @@ def main() -> None:
     known = summary["environment"]
     lines.append(f"\n{runs} runs each, {size:,} bytes, Python {known['python']}, torch {known['torch']}, CPU.")
     text = "\n".join(lines) + "\n"
-    artifacts.write_bytes(out / "README.md", text.encode())
+    writing.write_bytes(out / "README.md", text.encode())
     print(text)
 
 

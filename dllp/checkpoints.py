@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from dllp import artifacts
+from dllp import artifacts, writing
 from dllp.errors import ArtifactError, ConfigError, Interrupted
 
 FORMAT = "dllp-checkpoint-2"
@@ -120,7 +120,7 @@ class Checkpoints:
         try:
             for torn in self.folder.glob(".step-*.tmp"):  # of a process that was killed while it wrote
                 torn.unlink(missing_ok=True)
-            artifacts.write_bytes(written, save(tensors, metadata))
+            writing.write_bytes(written, save(tensors, metadata))
             unusable, self._unusable = [path for path in self._unusable if path != written], []
             for old in (*unusable, *[path for path in self.files() if path not in unusable][: -self.kept]):
                 old.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from dllp import artifacts
+from dllp import writing
 from dllp.errors import ConfigError, ExportError
 from dllp.objective import split_noise
 from dllp.posterior import decompose
@@ -146,7 +146,7 @@ def export(
     example = inputs(2, shape, uint8)
     content = packed(trace(network, example), outputs, format)
     difference = _check(reference, content, shape, uint8, format)
-    artifacts.write_named(path, content)
+    writing.write_named(path, content)
     runtime = "onnxruntime" if format == "onnx" else "torch.export"
     return Exported(path, format, len(content), outputs, difference, runtime)
 
@@ -215,7 +215,7 @@ def trace(network: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
 
 def save(program: torch.export.ExportedProgram, path: Path, outputs: tuple[str, ...], format: Format) -> None:
     """Write a graph as ONNX or pt2."""
-    artifacts.write_bytes(path, packed(program, outputs, format))
+    writing.write_bytes(path, packed(program, outputs, format))
 
 
 def packed(program: torch.export.ExportedProgram, outputs: tuple[str, ...], format: Format) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dllp import api, artifacts, boards, evaluate, examples, options, progress, weights
+from dllp import api, artifacts, boards, evaluate, examples, options, progress, weights, writing
 from dllp.baselines import find as find_method
 from dllp.baselines import run as baseline
 from dllp.checkpoints import Checkpoints
@@ -293,6 +293,6 @@ def check_import(task: Task, given: dict[str, Any], whose: str) -> None:
 
 
 def write_rows(path: Path, task: Task, rows: Sequence[evaluate.Row], *, named: bool = False, **besides: Any) -> None:
-    """The table of an evaluation and whatever belongs to it, as JSON; `named` as in `artifacts.write_json`."""
+    """The table of an evaluation and whatever belongs to it, as JSON; `named` as in `writing.write_json`."""
     report = {"data": task.data, "split": task.split, "model": task.model, "rows": evaluate.as_dict(rows)}
-    artifacts.write_json(path, report | besides, named=named)
+    writing.write_json(path, report | besides, named=named)

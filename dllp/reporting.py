@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dllp import artifacts, evaluate, examples, options, progress, pruning, report, shipping
+from dllp import artifacts, evaluate, examples, options, progress, pruning, report, shipping, writing
 from dllp import speed as measuring
 from dllp.data import Dataset
 from dllp.devices import find_device
@@ -37,7 +37,7 @@ def write(given: dict[str, Any]) -> None:
         tell("drawing")
         page = report.build(runs)
     path = Path(given.get("out") or (folders[0] / artifacts.PAGE if alone else artifacts.PAGE))
-    (artifacts.write_named if "out" in given else artifacts.write_bytes)(path, page)
+    (writing.write_named if "out" in given else writing.write_bytes)(path, page)
     if not given.get("quiet"):
         print(f"{path}: {len(page):,} bytes, opens in any browser")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dllp import artifacts, notebook
+from dllp import artifacts, notebook, writing
 from dllp.config import Config
 from dllp.errors import ArtifactError, ConfigError, StructureError
 from dllp.extract import Slab
@@ -98,7 +98,7 @@ class Result:
             "history": self.history,
             "info": self.info,
         }
-        artifacts.write_json(folder / artifacts.RUN, run)
+        writing.write_json(folder / artifacts.RUN, run)
 
 
 @undisturbed()

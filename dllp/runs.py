@@ -22,7 +22,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from dllp import artifacts, boards, reading
+from dllp import artifacts, boards, reading, writing
 from dllp.data.bad import LeftOut
 from dllp.errors import ArtifactError, Interrupted
 from dllp.sharing import AnyCheckpoints
@@ -159,7 +159,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             self.checkpoints.mkdir(exist_ok=True)  # first: settings alone may be a user's own
         except OSError as error:
             raise ArtifactError(f"cannot write to {self.folder}: {error.strerror}") from None
-        artifacts.write_bytes(self.folder / SETTINGS, settings)
+        writing.write_bytes(self.folder / SETTINGS, settings)
 
     def _take(self) -> None:
         path = self.folder.absolute()
@@ -184,7 +184,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self._logging = True
         images = [{"left_out": name, "reason": reason} for name, reason in self._left_out.items()]
         text = "".join(json.dumps(line) + "\n" for line in (*images, *self._log))
-        artifacts.write_bytes(self.folder / artifacts.LOG, text.encode())
+        writing.write_bytes(self.folder / artifacts.LOG, text.encode())
 
     def log(self, training: str, record: EpochRecord) -> None:
         """One more epoch."""

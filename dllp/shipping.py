@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dllp import artifacts, devices, options, progress, pruning
+from dllp import artifacts, devices, options, progress, pruning, writing
 from dllp import export as exporting
 from dllp import speed as measuring
 from dllp.errors import ArtifactError, ConfigError
@@ -58,12 +58,12 @@ def speed(given: dict[str, Any]) -> None:
         "layers": [vars(layer) | {"lost_ms": layer.lost_ms} for layer in layers],
     }
     if "json" in given:
-        artifacts.write_json(Path(given["json"]), report, named=True)
+        writing.write_json(Path(given["json"]), report, named=True)
     if not given.get("quiet"):
         progress.show_speed(rows, layers, f"{given['folder']}: particle {given.get('particle', 1)} against dense")
     if given.get("particle", 1) == 1:  # the one that the report speaks of
         try:
-            artifacts.write_json(Path(given["folder"]) / artifacts.SPEED, report)
+            writing.write_json(Path(given["folder"]) / artifacts.SPEED, report)
         except ArtifactError as error:
             pruning.warn(f"{error}; the report will not show these times")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dllp import analysis, artifacts, shipping
+from dllp import analysis, artifacts, shipping, writing
 from dllp.baselines import METHODS, hyperparameters
 from dllp.task import DENSE_FILE
 
@@ -22,7 +22,7 @@ def analyze(given: dict[str, Any]) -> None:
         artifacts.read_network(folder / DENSE_FILE, dense)
     report = analysis.analyze(result, given.get("particle", 1) - 1, dense)
     if "json" in given:
-        artifacts.write_json(Path(given["json"]), {"folder": str(folder), **report})
+        writing.write_json(Path(given["json"]), {"folder": str(folder), **report}, named=True)
     if not given.get("quiet"):
         print(analysis.text(report))
 
@@ -43,7 +43,7 @@ def methods(given: dict[str, Any]) -> None:
     own = {"name": "dllp", "removes": "channels or weights", "year": 2023, "paper": OWN_PAPER}
     own |= {"hyperparameters": {}, "published": []}
     if "json" in given:
-        artifacts.write_json(Path(given["json"]), [own, *listed])
+        writing.write_json(Path(given["json"]), [own, *listed], named=True)
     width = max(len(entry["name"]) for entry in listed)
     for entry in (own, *listed):
         figures = "".join(f"; {f['network']}: {f['drop']:g} lost at -{f['removed']:g}%" for f in entry["published"])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from dllp import artifacts, checkpoints
+from dllp import checkpoints, writing
 from dllp.checkpoints import Checkpoints, State, Take, digest, read
 from dllp.errors import ArtifactError, ConfigError, Interrupted
 
@@ -78,13 +78,13 @@ def test_due_at_the_end_of_an_epoch_and_after_steps_or_minutes(tmp_path: Path) -
 def test_a_busy_writer_is_not_overtaken_but_waited_for_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, write = threading.Event(), artifacts.write_bytes
+    go, write = threading.Event(), writing.write_bytes
 
     def slow(path: Path, content: bytes) -> None:
         assert go.wait(30)
         write(path, content)
 
-    monkeypatch.setattr(artifacts, "write_bytes", slow)
+    monkeypatch.setattr(writing, "write_bytes", slow)
     held, taken = Checkpoints(tmp_path), list[int]()
 
     def note(step: int) -> Callable[[], State]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dllp import artifacts
+from dllp import writing
 from dllp.cli import main
 from dllp.errors import Interrupted
 from tests.commands import ENVIRONMENT, one_line
@@ -115,7 +115,7 @@ def test_an_end_that_fails_can_be_made_up_for(
 ) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert main(command(data, whole)) == 0
-    write = artifacts.write_bytes
+    write = writing.write_bytes
     for name in ("reference-1.safetensors", "dense.safetensors", "evaluation.json", "run.json"):
 
         def faulty(path: Path, content: bytes, name: str = name) -> None:
@@ -125,7 +125,7 @@ def test_an_end_that_fails_can_be_made_up_for(
 
         words = ["prune", "--resume", "--quiet", "--out", str(out)] if out.exists() else command(data, out)
         with monkeypatch.context() as patch:
-            patch.setattr(artifacts, "write_bytes", faulty)
+            patch.setattr(writing, "write_bytes", faulty)
             assert main(words) == 130
         assert not (out / "run.json").exists()
     assert main(["prune", "--resume", "--quiet", "--out", str(out)]) == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dllp import ArtifactError, artifacts
+from dllp import ArtifactError, writing
 from dllp.cli import main
 from tests.commands import ENVIRONMENT, one_line
 from tests.interrupted import examples, unfinished
@@ -26,7 +26,7 @@ def test_a_pipe_is_written_into(tmp_path: Path) -> None:
         found: list[bytes] = []
         reader = threading.Thread(target=lambda found=found: found.append(pipe.read_bytes()), daemon=True)
         reader.start()
-        artifacts.write_json(path, {"a": 1}, named=True)
+        writing.write_json(path, {"a": 1}, named=True)
         reader.join(30)
         assert json.loads(found[0]) == {"a": 1}
     assert stat.S_ISFIFO(pipe.lstat().st_mode) and link.is_symlink() and len(list(tmp_path.iterdir())) == 2
@@ -38,7 +38,7 @@ def test_a_pipe_that_nobody_reads_any_more_is_one_line(tmp_path: Path) -> None:
     reader = threading.Thread(target=lambda: os.close(os.open(pipe, os.O_RDONLY)), daemon=True)
     reader.start()
     with pytest.raises(ArtifactError, match=r"cannot write .*pipe: Broken pipe"):
-        artifacts.write_named(pipe, bytes(2**20))
+        writing.write_named(pipe, bytes(2**20))
     reader.join(30)
 
 
@@ -48,7 +48,7 @@ def test_the_file_behind_a_link_is_replaced(tmp_path: Path, monkeypatch: pytest.
     link.parent.mkdir()
     link.symlink_to(Path("..") / "elsewhere" / "file")
     for content in (b"dangling", b"there"):
-        artifacts.write_named(link, content)
+        writing.write_named(link, content)
         assert link.is_symlink() and (elsewhere / "file").read_bytes() == content
     assert os.listdir(elsewhere) == ["file"] and os.listdir(link.parent) == ["link"]
 
@@ -57,14 +57,14 @@ def test_the_file_behind_a_link_is_replaced(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ArtifactError, match="file: No space left"):
-        artifacts.write_named(link, b"half")
+        writing.write_named(link, b"half")
     assert (elsewhere / "file").read_bytes() == b"there" and os.listdir(elsewhere) == ["file"]
 
 
 def test_a_link_in_a_circle_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("link")
     with pytest.raises(ArtifactError, match=r"cannot write .*link: Too many levels"):
-        artifacts.write_named(tmp_path / "link", b"")
+        writing.write_named(tmp_path / "link", b"")
     assert (tmp_path / "link").is_symlink()
 
 
@@ -74,8 +74,8 @@ def test_standard_output_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     for number, link in enumerate(links, 1):
         link.symlink_to(f"/proc/self/fd/{number}")  # as /dev/stdout is one
     code = (
-        "import pathlib, sys; from dllp import artifacts; print('before');"
-        "[artifacts.write_json(pathlib.Path(name), {'a': 1}, named=True) for name in sys.argv[1:]]; print('after')"
+        "import pathlib, sys; from dllp import writing; print('before');"
+        "[writing.write_json(pathlib.Path(name), {'a': 1}, named=True) for name in sys.argv[1:]]; print('after')"
     )
     with lines.open("wb") as file:
         arguments = [sys.executable, "-c", code, *map(str, links)]
@@ -92,7 +92,7 @@ def test_a_link_in_a_run_folder_is_replaced_and_not_followed(tmp_path: Path) -> 
     mine.write_text("years of work")
     link.parent.mkdir()
     link.symlink_to(mine)
-    artifacts.write_json(link, {})
+    writing.write_json(link, {})
     assert mine.read_text() == "years of work" and link.read_text() == "{}\n" and not link.is_symlink()
 
 
@@ -120,13 +120,15 @@ def test_corruptions_are_not_kept_through_a_link(
     assert not (tmp_path / "mine").exists()
 
 
-def test_evaluate_writes_into_a_pipe(run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["evaluate", "analyze", "methods", "speed"])
+def test_json_goes_into_a_pipe(command: str, run: Path, tmp_path: Path) -> None:
+    words = {"methods": [], "speed": [str(run), "--batch", "1", "--seconds", "0.01"]}
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     found: list[bytes] = []
     reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()), daemon=True)
     reader.start()
-    assert main(["evaluate", str(run), "--json", str(pipe)]) == 0
+    assert main([command, *words.get(command, [str(run)]), "--json", str(pipe)]) == 0
     assert stat.S_ISFIFO(pipe.lstat().st_mode)
     reader.join(30)
-    assert json.loads(found[0])["rows"]
+    assert json.loads(found[0])

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dllp import artifacts
+from dllp import writing
 
 HINT = "no picture: pip install 'dllp[figures]', then the same command with --summary-only"
 PANEL = (3.4, 2.8)
@@ -33,4 +33,4 @@ def panels(path: Path, count: int) -> Iterator[list[Any]]:
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "dllp", "svg.fonttype": "none"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
-    artifacts.write_bytes(path, buffer.getvalue())
+    writing.write_bytes(path, buffer.getvalue())

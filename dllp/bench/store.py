@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from dllp import artifacts, reading
+from dllp import reading, writing
 from dllp.data import npy
 from dllp.errors import ArtifactError
 
@@ -81,7 +81,7 @@ class Store:
         """
         place, arrays = self._arrays(line["digest"]), pack(probabilities) if probabilities else None
         return self._append(
-            self.runs, line, (lambda: artifacts.write_bytes(place, arrays)) if arrays else None, once=True
+            self.runs, line, (lambda: writing.write_bytes(place, arrays)) if arrays else None, once=True
         )
 
     def figures(self, digest: str, date: str | None) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from dllp import artifacts, runs
+from dllp import runs, writing
 
 Kind = Literal["kill", "full", "denied", "lost"]
 """SIGKILL in the operation; no space; permission denied once; permission lost for good."""
@@ -38,7 +38,7 @@ class Fault:
 
     def install(self) -> None:
         """Watch what the package writes."""
-        artifacts.open = runs.open = self._open  # pyright: ignore
+        writing.open = runs.open = self._open  # pyright: ignore
         os.fsync = self._before(os.fsync)
         os.replace = self._before(os.replace)
         Path.unlink = self._before(Path.unlink)

@@ -34,8 +34,8 @@ import torchmetrics  # noqa: F401 # likewise; with it comes matplotlib, whose ca
 from sklearn.datasets import load_digits
 
 import dllp
-from dllp.artifacts import write_json
 from dllp.cli import main
+from dllp.writing import write_json
 from tests.crash.faults import Fault, Kind
 
 DEMO = "--data digits --model small_cnn --keep-flops 0.2 --particles 2 --granularity channel"
