@@ -267,6 +267,28 @@ def test_select_in_round_numbers(structure: Structure, keep: float | None) -> No
         assert structure.flops.expected(kept.double()).item() <= keep * structure.flops.dense
 
 
+class Branches(nn.Module):
+    """Units that cost 32 and 12 multiply-accumulates, three and four of them, side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(30, 3), nn.Linear(10, 4)
+        self.ends = nn.ModuleList([nn.Linear(3, 2), nn.Linear(4, 2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ends[0](self.wide(x).relu()) + self.ends[1](self.narrow(x[:, :10]).relu())
+
+
+def test_select_lets_a_chunk_make_room_for_others() -> None:
+    """Taken in order, all narrow units and one wide one cost 80 of 108; for one narrow unit less a wide one fits."""
+    found = discover(Branches(), torch.randn(2, 30))
+    assert [g.name for g in found.groups] == ["wide", "narrow"] and found.flops.dense == 144
+    logits = torch.tensor([0.3, 0.2, 0.1, 4.0, 3.0, 2.0, 1.0])
+    kept = select(found, logits, cost=found.flops, keep=108 / 144)
+    assert kept.tolist() == [True, True, False, True, True, True, False]
+    assert found.flops.expected(kept.double()).item() == 100
+
+
 def test_select_rounds_channels_not_units() -> None:
     model = networks.grouped()
     found = discover(model, networks.images())
