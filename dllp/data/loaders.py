@@ -121,5 +121,5 @@ def _learned_from(loader: DataLoader[Any]) -> int:
     """Examples that the loader ever yields: those of its data set, or of the part that its sampler draws from."""
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     if isinstance(sampler, SubsetRandomSampler):
-        return len(set(sampler.indices))
+        return len({int(i) for i in sampler.indices})
     return len(loader.dataset)  # pyright: ignore[reportArgumentType]
