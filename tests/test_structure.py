@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -213,6 +214,29 @@ def test_networks_that_cannot_be_checked_are_refused() -> None:
         discover(Casts(), networks.images())
     with pytest.raises(StructureError, match="switches gradients off"):
         discover(NoGrad(), networks.images())
+
+
+class Mixing(nn.Module):
+    """Channels that a softmax mixes, in front of outputs that are often 0 or 1 whatever they are."""
+
+    def __init__(self, outputs: int, end: Callable[[Tensor], Tensor], mix: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 1), nn.Linear(4, outputs)
+        self.end, self.mix = end, mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.end(self.last(self.second(x.softmax(1) if self.mix else x.tanh()).mean((2, 3))))
+
+
+@pytest.mark.parametrize("outputs", [1, 2, 3])
+@pytest.mark.parametrize("end", [torch.relu, lambda x: x.clamp(0, 1)])
+def test_outputs_that_stand_still_prove_nothing(outputs: int, end: Callable[[Tensor], Tensor]) -> None:
+    """Cut and gated network are equal wherever both are 0: other weights are drawn until the outputs move."""
+    with pytest.raises(StructureError, match="channels of 'first' cannot be pruned safely"):
+        discover(Mixing(outputs, end, mix=True), networks.images())
+    found = discover(Mixing(outputs, end, mix=False), networks.images())
+    assert [group.name for group in found.groups] == ["first", "second"]
 
 
 def test_unusable_examples() -> None:
