@@ -72,7 +72,8 @@ class Config:
         polarization: t of the polarization prior (equation 6): at 1.2 small and large factors part.
         epsilon: Root precision of the spike.
         slab: Initial root precision of the slab, learned per module within `slab_bounds`.
-        slab_bounds: Bounds of the learned slab precision; they keep joint MAP of weights and slab bounded.
+        slab_bounds: Bounds of the learned slab precision; they keep joint MAP of weights and slab bounded. By default
+            they hold `slab` and end at `epsilon`.
         prior_strength: `bayes` weighs the prior by 1/N, `tempered` by 1/max(N, gated weights).
         sparsity: Without a budget: strength of the hyperprior -sparsity * cost/dense on the gates.
         lr: Peak learning rate; `lr_end` closes the cosine, after `warmup` epochs of linear rise.
@@ -203,11 +204,15 @@ class Config:
     def resolved(self) -> Config:
         """The same configuration with every `None` that depends on task or granularity filled in."""
         channel = self.granularity == "channel"
+        epsilon = self.epsilon or (100.0 if channel else 300.0)
+        low, high = (0.3, 30.0) if channel else (1.0, 200.0)
+        # around a slab that was chosen, and never beyond the spike: the slab is the wide part
+        bounds = min(low, self.slab), min(max(high, self.slab), epsilon)
         return replace(
             self,
             likelihood=self.likelihood or ("categorical" if self.task == "classification" else "gaussian"),
-            epsilon=self.epsilon or (100.0 if channel else 300.0),
-            slab_bounds=self.slab_bounds or ((0.3, 30.0) if channel else (1.0, 200.0)),
+            epsilon=epsilon,
+            slab_bounds=self.slab_bounds or bounds,
             weight_decay=(5e-4 if channel else 1e-4) if self.weight_decay is None else self.weight_decay,
             sparsity=(1.0 if channel else 0.0) if self.sparsity is None else self.sparsity,
             draw_gates=channel if self.draw_gates is None else self.draw_gates,

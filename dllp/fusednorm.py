@@ -231,14 +231,18 @@ class FusedNorm(nn.Module):
         )  # fmt: skip
         for name, buffer in norm.named_buffers():
             self.register_buffer(name, buffer)
-        self._scratch: tuple[Tensor, Tensor] | None = None
+        self._scratch: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def scratch(self, geometry: _Geometry, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Partial sums and tickets; one set serves all launches, which follow each other on the particle's stream."""
-        if self._scratch is None or self._scratch[0].shape[:2] != (geometry.blocks, geometry.parts):
-            partial = torch.empty(geometry.blocks, geometry.parts, 2, geometry.shape["CP"], device=device)
-            self._scratch = partial, torch.zeros(geometry.blocks, dtype=torch.int32, device=device)
-        return self._scratch
+        """Partial sums and tickets; one set serves all launches, which follow each other on the particle's stream.
+
+        A batch of another size may need another set, and none is let go: a captured step goes on writing to its own.
+        """
+        key = geometry.blocks, geometry.parts
+        if key not in self._scratch:
+            partial = torch.empty(*key, 2, geometry.shape["CP"], device=device)
+            self._scratch[key] = partial, torch.zeros(geometry.blocks, dtype=torch.int32, device=device)
+        return self._scratch[key]
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)

@@ -13,19 +13,22 @@ from dllp.errors import ConfigError
 
 @torch.no_grad()
 def initialise(model: nn.Module) -> None:
-    """Initialise every parameter of `model` in place, drawing from the global generators.
+    """Initialise every parameter of `model` that is not frozen in place, drawing from the global generators.
 
     Convolutions get Kaiming normal weights (fan-out, ReLU) and zero biases, normalisations weight 1 and bias 0,
-    every other module what its own `reset_parameters()` does. A module with parameters of its own and no such
-    method cannot be re-initialised; nothing is changed then.
+    every other module what its own `reset_parameters()` does. A module with parameters of its own that learn and no
+    such method cannot be re-initialised; nothing is changed then.
     """
     for name, module in model.named_modules():
-        if any(True for _ in module.parameters(recurse=False)) and _resetter(module) is None:
+        if any(p.requires_grad for p in module.parameters(recurse=False)) and _resetter(module) is None:
             raise ConfigError(
                 f"module {name or 'the network itself'!r} ({type(module).__name__}) has parameters but no "
                 "reset_parameters(): give it one, or start from the given weights with init='given'"
             )
+    frozen = [(p, p.clone()) for p in model.parameters() if not p.requires_grad]
     for module in model.modules():
+        if not _learns(module):
+            continue
         reset = _resetter(module)
         if reset is not None:
             reset()
@@ -40,10 +43,12 @@ def initialise(model: nn.Module) -> None:
             module.weight.fill_(1)
             if module.bias is not None:
                 module.bias.zero_()
+    for parameter, value in frozen:  # a module may be frozen in part, and one may reset another's
+        parameter.copy_(value)
 
 
 def reinitialise(model: nn.Module, seed: int) -> None:
-    """Re-initialise any network in place, reproducibly; the global generators are left as they were."""
+    """Re-initialise any network in place, but for what is frozen, reproducibly; global generators stay as they were."""
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
         # torch.manual_seed would also seed devices that are not forked.
@@ -51,6 +56,12 @@ def reinitialise(model: nn.Module, seed: int) -> None:
         for index in devices:
             torch.cuda.default_generators[index].manual_seed(seed)
         initialise(model)
+
+
+def _learns(module: nn.Module) -> bool:
+    """Whether a module has no parameters of its own, or any that is not frozen."""
+    own = list(module.parameters(recurse=False))
+    return not own or any(p.requires_grad for p in own)
 
 
 def _resetter(module: nn.Module):

@@ -1,6 +1,6 @@
 """How good and how honest predictions are: probabilities (B, C) against labels (B,).
 
-Calibration error and AUROC come from torchmetrics. Everything is computed in float64.
+AUROC comes from torchmetrics. Everything is computed in float64.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ def brier(probabilities: Tensor, labels: Tensor) -> float:
 
 
 def ece(probabilities: Tensor, labels: Tensor, bins: int = BINS) -> float:
-    """Expected calibration error: mean |confidence - accuracy| over equal-width bins of the largest probability."""
-    from torchmetrics.functional.classification import multiclass_calibration_error
+    """Expected calibration error: mean |confidence - accuracy| over equal-width bins of the largest probability.
 
-    p, y = _checked(probabilities, labels)
-    # Rounding may lift a probability above 1, which torchmetrics would take for a logit.
-    return float(multiclass_calibration_error(p.clamp(0, 1), y, p.shape[1], n_bins=bins, norm="l1"))
+    Not torchmetrics': there inputs of confidence 1, which float32 rounds to, have a bin of their own beside the last.
+    """
+    found = reliability(probabilities, labels, bins)
+    parts = zip(found["confidence"], found["accuracy"], found["share"], strict=True)
+    return math.fsum(share * abs(confidence - accuracy) for confidence, accuracy, share in parts)
 
 
 def signed_ece(probabilities: Tensor, labels: Tensor) -> float:
@@ -79,7 +80,7 @@ def reliability(probabilities: Tensor, labels: Tensor, bins: int = BINS) -> dict
         sums = torch.zeros(bins, dtype=torch.float64).index_add_(0, bin_of, values)
         return (sums[held] / count[held]).tolist()
 
-    share = (count[held] / len(y)).tolist()
+    share = (count[held].double() / len(y)).tolist()
     return {"confidence": mean(confidence), "accuracy": mean((predicted == y).double()), "share": share}
 
 
@@ -87,7 +88,7 @@ def risk_coverage(probabilities: Tensor, labels: Tensor, points: int = 100) -> d
     """Error rate of the most confident share of the inputs, for up to `points` shares; its mean is the AURC."""
     risk = _risks(*_checked(probabilities, labels))
     at = torch.linspace(0, len(risk) - 1, min(points, len(risk)), dtype=torch.float64).round().long()
-    return {"coverage": ((at + 1) / len(risk)).tolist(), "risk": risk[at].tolist()}
+    return {"coverage": ((at + 1).double() / len(risk)).tolist(), "risk": risk[at].tolist()}
 
 
 def auroc(inside: Tensor, outside: Tensor) -> float:
@@ -132,7 +133,7 @@ def fit_temperature(logits: Tensor, labels: Tensor, bounds: tuple[float, float] 
     it moves the NLL by about 1e-5. The NLL is convex in 1/T, so its derivative is bisected.
     """
     z, y = _checked(logits, labels)
-    z = z.clamp_min(math.log(SMALLEST)) - z.amax(1, keepdim=True)
+    z = _bounded(z)
     mean_true = (z[torch.arange(len(y)), y].sum() + z.mean()) / (len(y) + 1)
     low, high = (math.log(1 / b) for b in reversed(bounds))
     for _ in range(60):
@@ -142,12 +143,17 @@ def fit_temperature(logits: Tensor, labels: Tensor, bounds: tuple[float, float] 
     return math.exp(-(low + high) / 2)
 
 
+def _bounded(logits: Tensor) -> Tensor:
+    """(B, C) -> (B, C): logits below the largest of each input, none so low that it stands for less than SMALLEST."""
+    return (logits - logits.amax(1, keepdim=True)).clamp_min(math.log(SMALLEST))
+
+
 def nll_after_temperature(logits: Tensor, labels: Tensor, seed: int = 0) -> float:
     """NLL with the temperature fitted on a random half and applied to the other, mean of both ways."""
     z, y = _checked(logits, labels)
     if len(y) < 2:
         raise DataError("temperature scaling needs at least two labelled inputs: one to fit, one to measure")
-    z = z.clamp_min(math.log(SMALLEST))
+    z = _bounded(z)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
     first, second = order[: len(y) // 2], order[len(y) // 2 :]
     total = 0.0

@@ -48,12 +48,14 @@ class Layout:
         offset, owner = 0, None
         for name, parameter in network.named_parameters():
             module = name.rpartition(".")[0]
-            if module != owner:
-                self.blocks.append(0)
-                owner = module
             last = channels_last and parameter.dim() == 4
             self.segments[name] = Segment(name, offset, parameter.shape, last)
             padded = -(-parameter.numel() // ALIGN) * ALIGN
+            if not padded:
+                continue  # an empty parameter has no column, and would leave a block without any
+            if module != owner:
+                self.blocks.append(0)
+                owner = module
             offset += padded
             self.blocks[-1] += padded
         self.size = offset + ALIGN

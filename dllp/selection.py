@@ -12,12 +12,16 @@ from dllp.coupling import OUTPUT, UNREAD
 from dllp.errors import StructureError
 from dllp.structure import Structure
 
+NEAR = 0.005
+"""A budget is met where no more than this share of the dense cost is left of it."""
+
 
 def select(structure: Structure, logits: Tensor, *, cost: Cost, keep: float | None, round_to: int = 1) -> Tensor:
     """logits (U,) -> bool (U,): the units to keep; cost at most `keep` * dense, or logits > 0 without `keep`.
 
     Units are taken in descending order of their logits, in chunks of `round_to` channels within each group; the best
-    chunk of each group always stays. After the first chunk that does not fit, smaller ones fill what is left.
+    chunk of each group always stays. After the first chunk that does not fit, smaller ones fill what is left; where
+    that is still much, the last chunk of a group makes room for others that fill more.
     """
     scores = logits.detach().to("cpu", torch.float64)
     if scores.shape != (structure.units,) or bool(scores.isnan().any()):
@@ -49,7 +53,7 @@ def select(structure: Structure, logits: Tensor, *, cost: Cost, keep: float | No
             f"{smallest / cost.dense:.4f} of the dense network; keep more, or use granularity='weight'"
             f"{_reasons(structure)}"
         )
-    return _fill(kept, [(owners[i], chunks[i]) for i in ranking], cost, budget)
+    return _nearest(kept, [(owners[i], chunks[i]) for i in ranking], cost, budget)
 
 
 def _reasons(structure: Structure) -> str:
@@ -60,8 +64,27 @@ def _reasons(structure: Structure) -> str:
     return f" (whole are {'; '.join(f'{name}: {structure.whole[name]}' for name in names[:3])})" if names else ""
 
 
-def _fill(kept: Tensor, ranking: list[tuple[int, Tensor]], cost: Cost, budget: float) -> Tensor:
-    """Take chunks in order while they fit; a group whose next chunk does not fit is closed."""
+def _nearest(kept: Tensor, ranking: list[tuple[int, Tensor]], cost: Cost, budget: float) -> Tensor:
+    """Fill the budget, and while it is missed by more than `NEAR`, let a group's last chunk make room for others."""
+    kept, now = _fill(kept, ranking, cost, budget, set())
+    while budget - now > NEAR * cost.dense:
+        last = {owner: chunk for owner, chunk in ranking if bool(kept[chunk[0]])}
+        options = []
+        for owner, chunk in last.items():
+            fewer = kept.clone()
+            fewer[chunk] = False
+            options.append(_fill(fewer, ranking, cost, budget, {owner}))
+        more, new = max(options, key=lambda option: option[1], default=(kept, now))
+        if new <= now * (1 + 1e-12):
+            break
+        kept, now = more, new
+    return kept
+
+
+def _fill(
+    kept: Tensor, ranking: list[tuple[int, Tensor]], cost: Cost, budget: float, closed: set[int]
+) -> tuple[Tensor, float]:
+    """Take chunks in order while they fit, and what all then cost; a group whose next chunk does not fit is closed."""
     signals = cost.signals.numpy()
     linear, pair = (cost.linear).numpy(), cost.pair.numpy()
     in_signal, out_signal = cost.in_signal.numpy(), cost.out_signal.numpy()
@@ -70,9 +93,8 @@ def _fill(kept: Tensor, ranking: list[tuple[int, Tensor]], cost: Cost, budget: f
     outputs = cost.out_const.numpy() + counts[out_signal]
     now = cost.expected(kept.double()).item()
     kept = kept.clone()
-    closed: set[int] = set()
     for owner, chunk in ranking:
-        if owner in closed:
+        if owner in closed or bool(kept[chunk[0]]):
             continue
         index = chunk.numpy()
         step = signals[index].sum(0)
@@ -85,4 +107,4 @@ def _fill(kept: Tensor, ranking: list[tuple[int, Tensor]], cost: Cost, budget: f
         inputs += more_in
         outputs += more_out
         kept[chunk] = True
-    return kept
+    return kept, now

@@ -107,6 +107,15 @@ def test_resolved_leaves_nothing_open(granularity: Any, task: Any) -> None:
     assert config.slab_bounds is not None and config.slab_bounds[0] < config.slab < config.slab_bounds[1]
 
 
+@pytest.mark.parametrize("granularity", ["channel", "weight"])
+@pytest.mark.parametrize("given", [{"slab": 50.0}, {"slab": 0.1}, {"epsilon": 25.0}, {"slab": 250.0, "epsilon": 1e3}])
+def test_default_bounds_hold_the_slab_and_end_at_the_spike(granularity: Any, given: dict[str, float]) -> None:
+    """Others would take another slab than was asked for, or let the slab become narrower than the spike."""
+    config = Config(granularity=granularity, **given).resolved()  # type: ignore[arg-type]
+    assert config.slab_bounds is not None and config.epsilon is not None
+    assert config.slab_bounds[0] <= config.slab <= config.slab_bounds[1] <= config.epsilon
+
+
 def test_resolved_keeps_what_was_given() -> None:
     given = dict(weight_decay=0.0, sparsity=0.0, epsilon=50.0, slab_bounds=(1.0, 40.0), likelihood="gaussian")
     config = Config(**given).resolved()  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from dllp.data import LoaderBatches
 from dllp.errors import DataError
@@ -36,6 +36,15 @@ def test_loader_tells_its_sampler_the_epoch():
     sampler = Sampler(range(20))
     list(LoaderBatches(loader(sampler=sampler), seed=0).epoch(4))
     assert sampler.seen == 4
+
+
+def test_examples_that_a_sampler_never_draws_do_not_count():
+    """N weighs prior and repulsion: it is the part that a run learns from, as where data are split by samplers."""
+    part = SubsetRandomSampler(range(4, 17))
+    assert LoaderBatches(loader(sampler=part), seed=0).num_examples == 13
+    data = TensorDataset(torch.zeros(20, 1), torch.zeros(20).long())
+    batches = DataLoader(data, batch_sampler=BatchSampler(part, 5, drop_last=True))
+    assert LoaderBatches(batches, seed=0).num_examples == 13
 
 
 def test_loader_settles_types():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dllp.devices import WORKSPACE, WORKSPACES, check_repeatable
+from dllp.devices import WORKSPACE, WORKSPACES, check_repeatable, find_device
 from dllp.errors import ConfigError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -23,3 +23,10 @@ def test_deterministic_kernels_on_cuda_need_a_workspace(monkeypatch: pytest.Monk
     for value in WORKSPACES:
         monkeypatch.setenv(WORKSPACE, value)
         check_repeatable(CUDA, deterministic=True)
+
+
+@pytest.mark.parametrize("name", ["mps", "meta", "xpu:1", "gpu", ""])
+def test_other_kinds_of_devices_are_one_line(name: str) -> None:
+    with pytest.raises(ConfigError, match="is unknown: use auto, cpu or cuda"):
+        find_device(name)
+    assert find_device("cpu") == CPU

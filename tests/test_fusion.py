@@ -274,3 +274,20 @@ for a, b in zip(once(False), once(True), strict=True):
 chain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3)).train()
 assert fusion.fuse([chain], x, stages(chain)) == [chain], "a chain is taken in pieces, and stays as it is"
 """)
+
+
+def test_a_batch_of_another_size_leaves_the_memory_of_captured_steps_alone() -> None:
+    """A graph writes to the partial sums and tickets that it was captured with: they must not be freed, or shared."""
+    interpret("""
+norm = FusedNorm(nn.BatchNorm2d(16).train(), relu=True)
+large, small = torch.randn(32, 16, 16, 16), torch.randn(3, 16, 4, 4)
+
+def places(x):
+    norm(x)
+    return [[t.data_ptr() for t in pair] for pair in norm._scratch.values()]
+
+first = places(large)
+both = places(small)
+assert len(first) == 1 and len(both) == 2 and both[0] == first[0]
+assert places(large) == both and not any(bool(tickets.any()) for _, tickets in norm._scratch.values())
+""")

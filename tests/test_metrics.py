@@ -69,8 +69,10 @@ def test_temperature_undoes_a_known_scale():
     assert metrics.fit_temperature(logits, labels) == pytest.approx(1, abs=0.03)
     assert metrics.fit_temperature(3 * logits, labels) == pytest.approx(3, abs=0.09)
     assert metrics.fit_temperature((3 * logits).log_softmax(1), labels) == pytest.approx(3, abs=0.09)
+    assert metrics.fit_temperature(logits - 200, labels) == pytest.approx(metrics.fit_temperature(logits, labels))
     raw, scaled = metrics.nll(logits.softmax(1), labels), metrics.nll_after_temperature(3 * logits, labels)
     assert scaled == pytest.approx(raw, rel=1e-3)
+    assert metrics.nll_after_temperature(3 * logits - 200, labels) == pytest.approx(scaled)
 
 
 def test_temperature_of_a_two_class_problem():
@@ -128,12 +130,21 @@ def test_mistakes_get_one_line(call):
 
 
 def test_reliability_bins_add_up_to_the_calibration_error():
+    """Against a loop over bins, of which the last holds a confidence of exactly 1 too, as float32 often rounds to."""
     p = (3 * torch.randn(500, 4, dtype=torch.float64)).softmax(1)
+    p[:100] = torch.eye(4, dtype=torch.float64)[0]
     y = torch.arange(500) % 4
     bins = metrics.reliability(p, y)
     assert sum(bins["share"]) == pytest.approx(1) and len(bins["share"]) <= metrics.BINS
+    confidence, right = p.amax(1), p.argmax(1) == y
+    wanted = 0.0
+    for k in range(metrics.BINS):
+        low, high = k / metrics.BINS, (k + 1) / metrics.BINS
+        held = (confidence >= low) & ((confidence < high) | (k == metrics.BINS - 1))
+        wanted += abs(float(confidence[held].sum() - right[held].sum())) / len(y)
+    assert metrics.ece(p, y) == pytest.approx(wanted, rel=1e-12)
     triples = zip(bins["share"], bins["confidence"], bins["accuracy"], strict=True)
-    assert sum(share * abs(c - a) for share, c, a in triples) == pytest.approx(metrics.ece(p, y), abs=1e-6)
+    assert sum(share * abs(c - a) for share, c, a in triples) == pytest.approx(wanted, rel=1e-12)
     sure = metrics.reliability(torch.tensor([[1.0, 0.0]]), torch.tensor([1]))
     assert sure == {"confidence": [1.0], "accuracy": [0.0], "share": [1.0]}
 

@@ -137,6 +137,7 @@ def test_empty_and_shared_parameters() -> None:
     model[1].weight = model[0].weight
     model.register_parameter("nothing", nn.Parameter(torch.zeros(0, 3)))
     particles = Particles([model])
+    assert 0 not in particles.layout.blocks and sum(particles.layout.blocks) == particles.layout.size
     assert particles.intact() and model[1].weight is model[0].weight
     assert set(particles.layout.segments) == {"nothing", "0.weight", "0.bias", "1.bias"}
     particles.differentiate(0, model(torch.ones(1, 4)).sum())

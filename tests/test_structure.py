@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -215,6 +216,29 @@ def test_networks_that_cannot_be_checked_are_refused() -> None:
         discover(NoGrad(), networks.images())
 
 
+class Mixing(nn.Module):
+    """Channels that a softmax mixes, in front of outputs that are often 0 or 1 whatever they are."""
+
+    def __init__(self, outputs: int, end: Callable[[Tensor], Tensor], mix: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 1), nn.Linear(4, outputs)
+        self.end, self.mix = end, mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.end(self.last(self.second(x.softmax(1) if self.mix else x.tanh()).mean((2, 3))))
+
+
+@pytest.mark.parametrize("outputs", [1, 2, 3])
+@pytest.mark.parametrize("end", [torch.relu, lambda x: x.clamp(0, 1)])
+def test_outputs_that_stand_still_prove_nothing(outputs: int, end: Callable[[Tensor], Tensor]) -> None:
+    """Cut and gated network are equal wherever both are 0: other weights are drawn until the outputs move."""
+    with pytest.raises(StructureError, match="channels of 'first' cannot be pruned safely"):
+        discover(Mixing(outputs, end, mix=True), networks.images())
+    found = discover(Mixing(outputs, end, mix=False), networks.images())
+    assert [group.name for group in found.groups] == ["first", "second"]
+
+
 def test_unusable_examples() -> None:
     with pytest.raises(StructureError, match=r"cannot take inputs of shape \(1, 4, 8, 8\)") as caught:
         discover(networks.chain(), torch.randn(1, 4, 8, 8))
@@ -265,6 +289,28 @@ def test_select_in_round_numbers(structure: Structure, keep: float | None) -> No
     assert all(count and count % 8 == 0 for count in counts)
     if keep is not None:
         assert structure.flops.expected(kept.double()).item() <= keep * structure.flops.dense
+
+
+class Branches(nn.Module):
+    """Units that cost 32 and 12 multiply-accumulates, three and four of them, side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(30, 3), nn.Linear(10, 4)
+        self.ends = nn.ModuleList([nn.Linear(3, 2), nn.Linear(4, 2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ends[0](self.wide(x).relu()) + self.ends[1](self.narrow(x[:, :10]).relu())
+
+
+def test_select_lets_a_chunk_make_room_for_others() -> None:
+    """Taken in order, all narrow units and one wide one cost 80 of 108; for one narrow unit less a wide one fits."""
+    found = discover(Branches(), torch.randn(2, 30))
+    assert [g.name for g in found.groups] == ["wide", "narrow"] and found.flops.dense == 144
+    logits = torch.tensor([0.3, 0.2, 0.1, 4.0, 3.0, 2.0, 1.0])
+    kept = select(found, logits, cost=found.flops, keep=108 / 144)
+    assert kept.tolist() == [True, True, False, True, True, True, False]
+    assert found.flops.expected(kept.double()).item() == 100
 
 
 def test_select_rounds_channels_not_units() -> None:

@@ -114,6 +114,22 @@ def test_reinitialise_is_kaiming_fan_out_and_resets_statistics():
     assert bool((model[1].weight == 1).all())
 
 
+def test_reinitialise_leaves_what_is_frozen():
+    """Fixed filters, a layer frozen in part, and modules that could not start anew but need not."""
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.PReLU(4), nn.Flatten(), nn.Linear(16, 2))
+    model.register_parameter("offset", nn.Parameter(torch.ones(2), requires_grad=False))
+    with torch.no_grad():
+        for tensor in (*model.parameters(), model[1].running_mean):
+            tensor.fill_(7)
+    for parameter in (model[0].weight, model[1].weight, model[1].bias, model[4].bias):
+        parameter.requires_grad_(False)
+    reinitialise(model, 0)
+    for kept in (model.offset, model[0].weight, model[1].weight, model[1].running_mean, model[4].bias):
+        assert bool((kept == 7).all())
+    for changed in (model[0].bias, model[2].weight, model[4].weight):
+        assert not bool((changed == 7).any())
+
+
 def test_reinitialise_reaches_attention_and_names_what_it_cannot_do():
     attention = nn.MultiheadAttention(8, 2)
     weight = attention.in_proj_weight.clone()

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from dllp.data.arrays import generator, is_integer
 from dllp.data.checks import check_finite, check_labels
@@ -44,7 +44,7 @@ class LoaderBatches:
     ) -> None:
         try:
             self.steps = len(loader)
-            self.num_examples = len(loader.dataset)  # pyright: ignore[reportArgumentType]
+            self.num_examples = _learned_from(loader)
         except TypeError:
             raise DataError("the DataLoader has no length: use a map-style data set, or a pair of tensors") from None
         if self.steps == 0 or self.num_examples == 0:
@@ -115,3 +115,11 @@ class LoaderBatches:
     def _generators(self) -> set[torch.Generator]:
         sampler = self.loader.sampler
         return {g for g in (self.loader.generator, getattr(sampler, "generator", None)) if g is not None}
+
+
+def _learned_from(loader: DataLoader[Any]) -> int:
+    """Examples that the loader ever yields: those of its data set, or of the part that its sampler draws from."""
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if isinstance(sampler, SubsetRandomSampler):
+        return len({int(i) for i in sampler.indices})
+    return len(loader.dataset)  # pyright: ignore[reportArgumentType]
