@@ -24,7 +24,7 @@ from dllp.parallel import Mirror, Place
 from dllp.particles import Particles
 from dllp.slicing import Fold
 from dllp.tracing import explained
-from dllp.update import correct_rows, score_of, update_rows
+from dllp.update import compiled_update, correct_rows, score_of, update_rows
 
 Phase = Literal["open", "soft", "discrete"]
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class Step:
         aside = device.type == "cuda" and len(rows) > 1 and config.accumulate == 1 and not config.recompute
         self.streams = [torch.cuda.Stream(device) for _ in rows] if aside else []
         # its inputs never change shape, so it is compiled once
-        self.update = torch.compile(update_rows, dynamic=False) if device.type == "cuda" else update_rows
+        self.update = compiled_update() if device.type == "cuda" else update_rows
 
     # ---- where the run stands
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from dllp.config import Config
 from dllp.particles import Particles
 from dllp.prepare import make_gating
 from dllp.train import Trainer
-from dllp.update import correct_rows, update_rows
+from dllp.update import compiled_update, correct_rows, update_rows
 from tests.naive_training import Reference
 from tests.tiny import (
     NUM_DATA,
@@ -210,6 +212,23 @@ def test_update_without_stein_is_nesterov_sgd() -> None:
             rows, gradient, momentum, None, (), None, decayed, moving, rate, healthy, 0.7, 0.0, inertia=0.8
         )  # fmt: skip
     torch.testing.assert_close(rows, free.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_the_update_is_compiled_for_every_network_of_a_long_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    for size in range(20, 32):  # more shapes than PyTorch compiles one function for
+        found, expected = torch.ones(2, 1, size), torch.ones(2, 1, size)
+        every, rest = torch.ones(1, size, dtype=torch.bool), (torch.tensor(0.3), torch.tensor(True), 0.1, 0.0, 0.8)
+        for update, (rows, momentum) in ((compiled_update(), found), (update_rows, expected)):
+            update(rows, torch.ones(1, size), momentum, None, (), None, every[0], every, *rest)
+        assert torch.equal(found, expected)
+    assert len(compiled) == 12
 
 
 @pytest.mark.parametrize("healthy", [True, False])

@@ -94,6 +94,17 @@ def test_soft_pruning_zeroes_the_smallest_filters_of_every_layer() -> None:
         assert torch.equal(scene.network.get_parameter(f"conv{i}.weight"), before[f"conv{i}.weight"]), "it may return"
 
 
+def test_soft_pruning_waits_until_the_network_has_learned() -> None:
+    for begin, first in ((0.5, 2), (0.0, 1), (1.0, 4)):
+        scene = scene_of(small_cnn(), torch.zeros(2, 1, 8, 8), epochs=4)
+        trainer = Trainer(scene.particles, None, scene.config, num_data=10, steps_per_epoch=3)
+        zeros = []
+        for trainer.step_index in range(1, 13):
+            SoftFilters(begin=begin).step(trainer, scene)
+            zeros.append(any(bool((scene.network.get_parameter(f"bn{i}.weight") == 0).any()) for i in (1, 2, 3)))
+        assert zeros == [step >= 3 * first for step in range(1, 13)], "after whole epochs, from the first one on"
+
+
 def test_soft_pruning_does_not_spoil_training() -> None:
     config = Config(keep_flops=0.3, epochs=6, batch_size=64, init="fresh")
     test = DIGITS.test

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from argparse import ArgumentParser
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ import torch
 
 from dllp import metrics
 from dllp.bench import tables
+from dllp.bench.__main__ import options as plain_options
 from dllp.bench.jobs import Job, Runner
 from dllp.bench.plans import Quoted, Row, Table
 from dllp.bench.store import Store
 from dllp.cli import main
 from dllp.errors import StructureError
+from dllp.options.commands import bench
 from tests.commands import ENVIRONMENT, UNTRACED, one_line
 
 # ---- a tiny table, end to end
@@ -276,3 +279,10 @@ def test_tables_need_no_packages_of_the_command_line() -> None:
     script = f"import sys; {hidden}; from dllp.bench.__main__ import main; main(['figure4', '--list'])"
     done = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, check=True)
     assert "of 3 jobs are finished" in done.stdout
+
+
+def test_tables_without_these_packages_take_the_same_options() -> None:
+    def named(parser: ArgumentParser) -> dict[str, Any]:
+        return {action.dest: action.nargs for action in parser._actions if action.dest != "help"}
+
+    assert named(plain_options()) == named(bench())

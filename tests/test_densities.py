@@ -69,6 +69,11 @@ def test_both_figures_from_one_set_of_runs(tmp_path: Path, capsys: pytest.Captur
     again = json.loads((tmp_path / "figure5" / "summary.json").read_text())
     assert list(again["rows"]) == ["l1-90", "dllp-90"] and (tmp_path / "figure5" / "picture.svg").exists()
     assert set(again["rows"]["dllp-90"]["layers"]) == {"conv1", "conv2", "conv3"}
+    for row in again["rows"].values():
+        counts = [row["shape"]["count"], sum(shape["count"] for shape in row["layers"].values())]
+        assert row["part"] == "before" and counts == [9 * (32 + 32 * 64 + 64 * 64)] * 2, "figure 5 is not yet cut"
+        assert "reached" not in row, "what is wanted is wanted of what is kept"
+    assert "Wanted" in text and "Wanted" not in (tmp_path / "figure5" / "table.md").read_text()
     lines = Store(tmp_path / "figure5").lines()
     assert [line["from"] for line in lines] == ["figure2", "figure2"], "the same runs, not trained again"
     looked = {line["row"]: len(shapes.of_run(line)) for line in lines}
@@ -92,7 +97,7 @@ def test_verdicts_tell_a_gaussian_from_what_is_peaked_or_cut(tmp_path: Path) -> 
         "cut": (gaussian[np.abs(gaussian) > 1], [False, False, False]),
     }
     for kept, expected in cases.values():
-        row = densities._row("dllp-90", line_of(kept), Store(tmp_path))
+        row = densities._row("dllp-90", line_of(kept), Store(tmp_path), "kept")
         assert list(row["reached"].values()) == expected and row["removed"] == 0.9
 
 
@@ -101,12 +106,12 @@ def test_a_dip_that_was_not_measured_is_measured_later(tmp_path: Path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(distribution, "diptest", None)
         line = line_of(kept)
-        assert densities._row("dllp-90", line, Store(tmp_path))["reached"]["dip_p"] is None
-    row = densities._row("dllp-90", line, Store(tmp_path))
+        assert densities._row("dllp-90", line, Store(tmp_path), "kept")["reached"]["dip_p"] is None
+    row = densities._row("dllp-90", line, Store(tmp_path), "kept")
     assert row["reached"]["dip_p"] is True and row["shape"]["dip"] < 0.01
     for damaged in ({}, None, {**line["distribution"], "whole": 3}, {**line["distribution"], "layers": []}):
         with pytest.raises(ArtifactError, match="'distribution' is damaged"):
-            densities._row("dllp-90", {**line, "distribution": damaged}, Store(tmp_path))
+            densities._row("dllp-90", {**line, "distribution": damaged}, Store(tmp_path), "kept")
 
 
 # ---- the tables' baseline rows

@@ -1,9 +1,9 @@
 """Filter pruning via geometric median: what the others can replace goes first, not what is small.
 
 Equation: score_j = sum_i |F_i - F_j|_2 over the filters of a layer; the least is the filter nearest to the layer's
-geometric median. After every epoch such filters are set to zero and may grow back, as in soft filter pruning, and as
+geometric median. After an epoch such filters are set to zero and may grow back, as in soft filter pruning, and as
 there F_j is the filter as the network applies it, the norm's factor included.
-Hyperparameters: the share of each layer, the same for all and set by the budget.
+Hyperparameters: `begin`, as there; the share of each layer, the same for all and set by the budget.
 Published: ResNet-56 on CIFAR-10, 0.10 points lost at 53% fewer FLOPs (as quoted by the DLLP paper's Table 1).
 """
 
@@ -20,7 +20,7 @@ from dllp.baselines.soft import SoftFilters, applied
 
 @dataclass(frozen=True)
 class GeometricMedian(SoftFilters):
-    """Units by the distance of their filters to all others of the layer; what would go is zeroed after every epoch."""
+    """Units by the distance of their filters to all others of the layer; what would go is zeroed epoch by epoch."""
 
     name = "fpgm"
     title = "geometric median (FPGM)"

@@ -12,12 +12,13 @@ from dllp.bench.tables import TABLES
 from dllp.errors import DllpError, Interrupted
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run one bench; returns 0, or with one line on standard error 2, or 130 and 143 after a signal to a launcher."""
+def options() -> argparse.ArgumentParser:
+    """The options of `dllp bench`, in plain Python."""
     parser = argparse.ArgumentParser(prog="python -m dllp.bench", argument_default=argparse.SUPPRESS)
     parser.add_argument("name", help=", ".join(TABLES))
     parser.add_argument("--seeds", type=int, nargs="+")
-    parser.add_argument("--rows", nargs="+")
+    for name in ("--rows", "--set"):
+        parser.add_argument(name, nargs="+")
     for name in ("--out", "--data", "--data-root", "--device", "--precision", "--shard", "--address", "--max-bad"):
         parser.add_argument(name)
     parser.add_argument("--launcher", choices=tuple(LAUNCHERS))
@@ -25,8 +26,13 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.add_argument(name, type=int)
     for name in ("--list", "--summary-only", "--recompute", "--quiet"):
         parser.add_argument(name, action="store_true")
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run one bench; returns 0, or with one line on standard error 2, or 130 and 143 after a signal to a launcher."""
     try:
-        execute(vars(parser.parse_args(words)))
+        execute(vars(options().parse_args(words)))
     except DllpError as error:
         print("dllp:", " ".join(f"error: {error}".split()), file=sys.stderr)
         return 2

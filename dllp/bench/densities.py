@@ -22,34 +22,40 @@ from dllp.bench.summary import Lines, made_by, provenance
 
 SHOWN = {"reference": "before", "l1": "kept", "l2": "kept", "dllp": "kept"}
 """The part of a row's weights that Figure 2 shows, by the beginning of the row's name."""
+LAYERED = "figure5"
+"""The figure that shows layers, and all weights as they are before the cut."""
 FIGURES = ("count", "near_zero", "kurtosis", "ks", "dip_p", "wasserstein")
 
 
 def summarise(table: Table, lines: Lines, variant: Variant, store: Store) -> dict[str, Any]:
     """Figures and densities of every row, and which of what is wanted they reach."""
     used = {row.name: line for row in table.rows for line in table.members(row, lines, variant)}
-    rows = {name: _row(name, line, store) for name, line in used.items()}
+    rows = {name: _row(name, line, store, _part(table.name, name)) for name, line in used.items()}
     words = ["dllp", "bench", table.name, *variant.words]
     return {
         "figure": table.name,
         "title": table.title,
         "rows": rows,
-        "wanted": {"near_zero": list(RATIO), "dip_p": DIP_P, "ks": DISTANCE},
+        "wanted": {} if table.name == LAYERED else {"near_zero": list(RATIO), "dip_p": DIP_P, "ks": DISTANCE},
         "command": " ".join(words),
         **provenance(list(used.values())),
     }
 
 
-def _row(name: str, line: Mapping[str, Any], store: Store) -> dict[str, Any]:
+def _part(figure: str, name: str) -> str:
+    """The part of a row's weights that a figure shows."""
+    return "before" if figure == LAYERED else SHOWN[name.split("-")[0]]
+
+
+def _row(name: str, line: Mapping[str, Any], store: Store, part: str) -> dict[str, Any]:
     try:
-        return _shown(name, line)
+        return _shown(name, line, part)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise damaged(line, store.runs, error) from None
 
 
-def _shown(name: str, line: Mapping[str, Any]) -> dict[str, Any]:
+def _shown(name: str, line: Mapping[str, Any], part: str) -> dict[str, Any]:
     found = line["distribution"]
-    part = SHOWN[name.split("-")[0]]
     shape = dict(found[analysis.WHOLE][part] or {})
     shape = completed(shape, found["sample"]) if part == "kept" and shape else shape
     row = {
@@ -61,7 +67,7 @@ def _shown(name: str, line: Mapping[str, Any]) -> dict[str, Any]:
         "layers": {layer: shapes[part] for layer, shapes in found["layers"].items()},
         "densities": found["densities"],
     }
-    if name.startswith("dllp") and shape:
+    if name.startswith("dllp") and part == "kept" and shape:
         row["reached"] = reached(shape)
     return row
 
@@ -82,9 +88,12 @@ def markdown(table: Table, summary: Mapping[str, Any]) -> str:
     note = (
         "Layers are standardised, then pooled; nothing was fine-tuned. near_zero: weights within a tenth of a standard "
         "deviation over a Gaussian's; ks: distance to the Gaussian of the same mean and deviation; dip_p: p-value of "
-        f"one mode on {distribution.DIP_SAMPLE:,} weights; wasserstein: to the network's own weights before the cut. "
-        f"Wanted of DLLP: near_zero within {RATIO[0]} and {RATIO[1]}, dip_p above {DIP_P}, ks at most {DISTANCE}."
+        f"one mode on {distribution.DIP_SAMPLE:,} weights; wasserstein: to the network's own weights before the cut."
     )
+    if summary["wanted"]:
+        note += (
+            f" Wanted of DLLP: near_zero within {RATIO[0]} and {RATIO[1]}, dip_p above {DIP_P}, ks at most {DISTANCE}."
+        )
     return "\n\n".join([f"**{table.title}**", text, note, made_by(dict(summary))]) + "\n"
 
 
@@ -94,13 +103,13 @@ def _cell(value: Any, form: str) -> str:
 
 def draw(path: Path, summary: Mapping[str, Any]) -> None:
     """Figure 2: a panel for each row, whole networks. Figure 5: a panel for each row, its layers above each other."""
-    layered = summary["figure"] == "figure5"
+    layered = summary["figure"] == LAYERED
     with pictures.panels(path, len(summary["rows"])) as axes:
         for axis, (name, row) in zip(axes, summary["rows"].items(), strict=True):
             if layered:
                 layers = {k: v for k, v in row["densities"].items() if k != analysis.WHOLE}
                 for shift, (layer, density) in enumerate(layers.items()):
-                    _curve(axis, density["before"], density["limit"], label=layer, order=shift)
+                    _curve(axis, density[row["part"]], density["limit"], label=layer, order=shift)
                 axis.legend(frameon=False, fontsize=6)
             else:
                 density = row["densities"][analysis.WHOLE]
