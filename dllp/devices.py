@@ -24,7 +24,12 @@ def find_device(name: str, local: int | None = None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"device = {name!r} is unknown: use auto, cpu or cuda") from None
+        device = None
+    if device is None or device.type not in (
+        "cpu",
+        "cuda",
+    ):  # PyTorch knows more, and fails with them later
+        raise ConfigError(f"device = {name!r} is unknown: use auto, cpu or cuda")
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
         raise ConfigError(f"device = {name!r} is not there: use device='cpu', or 'auto' to take what there is")
     return device

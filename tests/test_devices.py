@@ -5,10 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dllp.devices import WORKSPACE, WORKSPACES, check_repeatable
+from dllp.devices import WORKSPACE, WORKSPACES, check_repeatable, find_device
 from dllp.errors import ConfigError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize("name", ["gpu", "", "cpu:x", "meta", "mps", "xpu"])
+def test_a_device_of_another_kind_is_one_line(name: str) -> None:
+    """PyTorch knows some of these words, and fails much later."""
+    with pytest.raises(ConfigError, match=f"device = '{name}' is unknown: use auto, cpu or cuda"):
+        find_device(name)
+    assert find_device("cpu") == CPU
 
 
 def test_deterministic_kernels_on_cuda_need_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
