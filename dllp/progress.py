@@ -164,21 +164,27 @@ def show_evaluation(found: Evaluation, title: str) -> None:
     show([row for row in found.rows if row not in outside], title)
     console = Console(file=sys.stdout)
     if outside:
-        console.print(render_outside(outside))
+        console.print(render_outside(outside, regression="rmse" in found.rows[0].metrics))
     if len(found.efficiency) > 1:
         console.print(render_efficiency(found.efficiency))
 
 
-def render_outside(rows: Sequence[Row]) -> Table:
-    """How well doubt sets inputs from elsewhere apart: by entropy, and by mutual information of several particles."""
+def render_outside(rows: Sequence[Row], regression: bool = False) -> Table:
+    """How well doubt sets inputs from elsewhere apart.
+
+    Of a classifier by entropy, and by mutual information of several particles; of a regression by variance.
+    """
     names = {"auroc": "AUROC", "fpr95": "FPR95", "auroc_mutual_information": "AUROC\nby information"}
-    table = _section("inputs from elsewhere, told apart by the entropy of the prediction", "network", *names.values())
+    if regression:
+        del names["auroc_mutual_information"]
+    doubt = "variance" if regression else "entropy"
+    table = _section(f"inputs from elsewhere, told apart by the {doubt} of the prediction", "network", *names.values())
     place = ""
     for row in rows:
         if row.data != place:
             place = row.data
             table.add_section()
-            table.add_row(place.removeprefix(OUTSIDE), style="italic")
+            table.add_row(Text(place.removeprefix(OUTSIDE)), style="italic")  # a folder's name is no markup
         values = [row.metrics.get(name) for name in names]
         table.add_row(row.name, *("-" if value is None else f"{100 * value:.2f}%" for value in values))
     return table
@@ -224,7 +230,7 @@ def status(quiet: bool) -> Iterator[Callable[[str], None]]:
         yield lambda text: None
         return
     with _stderr().status("") as line:
-        yield line.update
+        yield lambda text: line.update(Text(text))  # a folder's name is no markup
 
 
 def show_speed(rows: Sequence[SpeedRow], layers: Sequence[LayerTime], title: str) -> None:
