@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dllp.evaluate import CLEAN, OUTSIDE, TOGETHER, Efficiency, Evaluation, Row
-from dllp.speed import ONNX, LayerTime, headline, holding_back
+from dllp.speed import LayerTime, headline, holding_back
 from dllp.speed import Row as SpeedRow
 from dllp.speed import describe as describe_speed
 from dllp.train import EpochRecord, Trainer
@@ -238,7 +238,7 @@ def show_speed(rows: Sequence[SpeedRow], layers: Sequence[LayerTime], title: str
     console = Console(file=sys.stdout)
     console.print(render_speed(rows, title))
     console.print("time share: time saved over FLOPs saved; int8: its accuracy was not measured")
-    row = headline(rows, ONNX)
+    row = headline(rows)
     if row is None or row.share is None:
         return
     console.print(f"{100 * row.share:.0f}% of the saved FLOPs became time: {describe_speed(row)}", highlight=False)
