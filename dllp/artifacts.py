@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -161,7 +162,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ArtifactError(f"{folder} is not a folder: give the folder of a finished run")
     if not (folder / RUN).is_file() and (folder / UNFINISHED).is_dir():
-        raise ArtifactError(f"{folder} holds an unfinished run: finish it with dllp prune --resume --out {folder}")
+        again = f"dllp prune --resume --out {shlex.quote(str(folder))}"
+        raise ArtifactError(f"{folder} holds an unfinished run: finish it with {again}")
     if not (folder / RUN).is_file():
         raise ArtifactError(f"{folder} holds no {RUN}: it is not the folder of a finished run")
     path = member(folder, RUN)

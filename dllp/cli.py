@@ -73,12 +73,12 @@ def _evaluate(given: dict[str, Any]) -> None:
     task = Task(**{name: (stored | given)[name] for name in options.TASK if name in stored | given})
     pruning.check_import(task, given, "the run's")
     known = described(run, folder)
-    other = task.data != stored.get("data")
+    other = "data" not in stored or not same_data(task.data, stored["data"])
     if other:
         task = replace(task, validation=0, leave_out="")
     with progress.download(quiet=False) as bar:
         data = task.load(stored.get("seed", 0), bar, lambda image: pruning.warn(str(image)))
-    test = as_trained(data, known) if other else data.test
+    test = as_trained(data, known)
     sizes = [known.get(name, getattr(data, name)) for name in ("num_classes", "in_channels", "image_size")]
     sizes[0] = outputs(run, sizes[0])
     task.check_network(folder, *sizes)

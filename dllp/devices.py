@@ -21,13 +21,12 @@ def find_device(name: str, local: int | None = None) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and local is not None:
         name = f"cuda:{local}"
-    unknown = ConfigError(f"device = {name!r} is unknown: use auto, cpu or cuda")
-    if name.partition(":")[0] not in ("cpu", "cuda"):  # PyTorch knows more kinds, most of which are nowhere
-        raise unknown
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise unknown from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):  # PyTorch knows more kinds, and fails with them later
+        raise ConfigError(f"device = {name!r} is unknown: use auto, cpu or cuda")
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
         raise ConfigError(f"device = {name!r} is not there: use device='cpu', or 'auto' to take what there is")
     return device

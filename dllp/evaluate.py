@@ -208,6 +208,8 @@ class _Answers:
     def _doubt(self, which: slice) -> dict[str, Tensor]:
         if self.group.posterior.task == "classification":
             return _doubt(self.members[which])
+        if self.noise[which].isnan().any():  # a network that was given says nothing of its noise
+            return {}
         return {"": self.group.posterior.judge(self.members[which], self.noise[which]).total.mean(1)}
 
     def _costed(self, alone: Sequence[dict[str, float]], together: dict[str, float] | None, version: str) -> list[Row]:

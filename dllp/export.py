@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from dllp import writing
 from dllp.errors import ConfigError, ExportError
+from dllp.extract import plain
 from dllp.objective import split_noise
 from dllp.posterior import decompose
 from dllp.result import Result
 from dllp.structure import chosen_again, discover
 from dllp.surroundings import undisturbed
-from dllp.widths import kept_units, padded
+from dllp.widths import fill, kept_places, kept_units, padded
 
 Format = Literal["onnx", "pt2"]
 INPUT = "input"
@@ -138,9 +139,9 @@ def export(
     if format == "onnx":
         require_onnx()
     chosen = range(len(result.slabs)) if particle is None else [particle]
-    plain = [result.slabs[i].network for i in chosen]
-    wide = plain if pad_to == 1 else [wider(result, i, shape, pad_to) for i in chosen]
-    network, reference = (_assembled(result, networks, particle, uint8, shape) for networks in (wide, plain))
+    small = [result.slabs[i].network for i in chosen]
+    wide = small if pad_to == 1 else [wider(result, i, shape, pad_to) for i in chosen]
+    network, reference = (_assembled(result, networks, particle, uint8, shape) for networks in (wide, small))
     single = ("logits" if result.config.task == "classification" else "output", *(["noise"] if _head(result) else []))
     outputs = TOGETHER if particle is None else single
     example = inputs(2, shape, uint8)
@@ -156,9 +157,10 @@ def wider(result: Result, particle: int, shape: tuple[int, ...], multiple: int) 
     slab = result.slabs[particle]
     if not slab.recipe:  # no channel is gone: there is none to add
         return slab.network
-    structure = discover(slab.reference, inputs(2, shape), filter_fn=chosen_again(result.whole))
-    keep = kept_units(slab.reference, structure, slab.recipe)
-    return padded(slab.reference, structure, keep, multiple)[0].eval()
+    whole = plain(slab.reference)
+    fill(whole, slab.network, kept_places(whole, slab.recipe))  # other methods train or mend what they have cut
+    structure = discover(whole, inputs(2, shape), filter_fn=chosen_again(result.whole))
+    return padded(whole, structure, kept_units(whole, structure, slab.recipe), multiple)[0].eval()
 
 
 def _assembled(

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dllp.evaluate import CLEAN, OUTSIDE, TOGETHER, Efficiency, Evaluation, Row
-from dllp.speed import ONNX, LayerTime, headline, holding_back
+from dllp.speed import LayerTime, headline, holding_back
 from dllp.speed import Row as SpeedRow
 from dllp.speed import describe as describe_speed
 from dllp.train import EpochRecord, Trainer
@@ -164,21 +164,27 @@ def show_evaluation(found: Evaluation, title: str) -> None:
     show([row for row in found.rows if row not in outside], title)
     console = Console(file=sys.stdout)
     if outside:
-        console.print(render_outside(outside))
+        console.print(render_outside(outside, regression="rmse" in found.rows[0].metrics))
     if len(found.efficiency) > 1:
         console.print(render_efficiency(found.efficiency))
 
 
-def render_outside(rows: Sequence[Row]) -> Table:
-    """How well doubt sets inputs from elsewhere apart: by entropy, and by mutual information of several particles."""
+def render_outside(rows: Sequence[Row], regression: bool = False) -> Table:
+    """How well doubt sets inputs from elsewhere apart.
+
+    Of a classifier by entropy, and by mutual information of several particles; of a regression by variance.
+    """
     names = {"auroc": "AUROC", "fpr95": "FPR95", "auroc_mutual_information": "AUROC\nby information"}
-    table = _section("inputs from elsewhere, told apart by the entropy of the prediction", "network", *names.values())
+    if regression:
+        del names["auroc_mutual_information"]
+    doubt = "variance" if regression else "entropy"
+    table = _section(f"inputs from elsewhere, told apart by the {doubt} of the prediction", "network", *names.values())
     place = ""
     for row in rows:
         if row.data != place:
             place = row.data
             table.add_section()
-            table.add_row(place.removeprefix(OUTSIDE), style="italic")
+            table.add_row(Text(place.removeprefix(OUTSIDE)), style="italic")  # a folder's name is no markup
         values = [row.metrics.get(name) for name in names]
         table.add_row(row.name, *("-" if value is None else f"{100 * value:.2f}%" for value in values))
     return table
@@ -224,7 +230,7 @@ def status(quiet: bool) -> Iterator[Callable[[str], None]]:
         yield lambda text: None
         return
     with _stderr().status("") as line:
-        yield line.update
+        yield lambda text: line.update(Text(text))  # a folder's name is no markup
 
 
 def show_speed(rows: Sequence[SpeedRow], layers: Sequence[LayerTime], title: str) -> None:
@@ -232,7 +238,7 @@ def show_speed(rows: Sequence[SpeedRow], layers: Sequence[LayerTime], title: str
     console = Console(file=sys.stdout)
     console.print(render_speed(rows, title))
     console.print("time share: time saved over FLOPs saved; int8: its accuracy was not measured")
-    row = headline(rows, ONNX)
+    row = headline(rows)
     if row is None or row.share is None:
         return
     console.print(f"{100 * row.share:.0f}% of the saved FLOPs became time: {describe_speed(row)}", highlight=False)

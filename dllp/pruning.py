@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -75,7 +76,7 @@ def prune(given: dict[str, Any]) -> None:
             return
         task, values = found
         if task.is_code:
-            folder.command += f" --model {task.model}"
+            folder.command += f" --model {shlex.quote(task.model)}"
         board = given.get("tensorboard", False)
         _Pruning(ranks, folder, signals, rhythm, given.get("quiet", False), board).run(task, values)
 

@@ -6,12 +6,13 @@ onnxruntime's fast convolutions work on blocks of channels and want multiples of
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from dllp.errors import StructureError
-from dllp.slicing import Fold, Recipe, cut, recipe, restrict
+from dllp.slicing import Fold, Recipe, copied, cut, recipe, restrict
 from dllp.structure import Structure
 
 
@@ -27,6 +28,23 @@ def kept_units(model: nn.Module, structure: Structure, kept: Recipe) -> Tensor:
     if recipe(model, structure.groups, keep) != kept:
         raise StructureError("the kept channels do not fit the network's groups: pad_to and round_to need a run's own")
     return keep
+
+
+def kept_places(model: nn.Module, kept: Recipe) -> dict[str, Tensor]:
+    """Where in each flat tensor of a network the numbers are that a recipe keeps."""
+    counted = copied(model).cpu()
+    for tensor in (*counted.parameters(), *counted.buffers()):
+        tensor.requires_grad_(False)
+        tensor.data = torch.arange(tensor.numel(), dtype=torch.float64).view(tensor.shape)
+    return {name: places.long().flatten() for name, places in cut(counted, kept).state_dict().items()}
+
+
+@torch.no_grad()
+def fill(model: nn.Module, small: nn.Module, places: Mapping[str, Tensor]) -> None:
+    """Give what a recipe keeps of a network the weights and statistics of the network that was cut by it."""
+    values = small.state_dict()
+    for name, tensor in model.state_dict().items():
+        tensor.view(-1)[places[name]] = values[name].flatten().to(tensor.dtype)
 
 
 def widened(structure: Structure, keep: Tensor, multiple: int) -> Tensor:

@@ -15,6 +15,8 @@ from dllp.errors import ArtifactError
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file so that it is there whole or not at all; a link or whatever else has the name is replaced."""
+    if not path.name:
+        raise ArtifactError(f"cannot write {path}: it is a folder; give a file")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

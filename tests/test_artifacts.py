@@ -131,3 +131,10 @@ def test_sparse_tensors_come_back(tmp_path: Path, sparsity: float) -> None:
     artifacts.write_network(tmp_path / "net.safetensors", network, ("weight",))
     artifacts.read_network(tmp_path / "net.safetensors", other)
     assert saved.same(network, other)
+
+
+def test_the_way_out_of_an_unfinished_run_is_a_command_as_a_shell_takes_it(tmp_path: Path) -> None:
+    folder = tmp_path / "my run"
+    (folder / "checkpoints").mkdir(parents=True)
+    with pytest.raises(dllp.ArtifactError, match=f"dllp prune --resume --out '{folder}'"):
+        artifacts.read_run(folder)

@@ -12,6 +12,7 @@ from dllp.baselines import METHODS, find, lanes, run
 from dllp.config import Config
 from dllp.slicing import cut, recipe
 from dllp.structure import discover
+from dllp.widths import fill, kept_places
 from dllp.zoo.small import small_cnn, small_resnet
 from tests.families import FAMILIES
 from tests.scenes import DIGITS
@@ -60,7 +61,7 @@ def test_a_widened_network_computes_the_same_however_channels_are_coupled(name: 
             if tensor.is_floating_point():
                 tensor.mul_(1.1)
     wide, inner = lanes._widen(whole, structure, keep)
-    lanes._write(wide, small, lanes._places(wide, inner))
+    fill(wide, small, kept_places(wide, inner))
     torch.testing.assert_close(wide(x), small(x), rtol=1e-12, atol=1e-12)
     again = cut(wide, inner).state_dict()
     assert all(torch.equal(again[key], value) for key, value in small.state_dict().items())

@@ -59,6 +59,7 @@ from tests.commands import FAST, npy, one_line
         ("prune --config list.yaml", ["list.yaml", "no settings"]),
         ("prune --config unknown.yaml", ["unknown.yaml", "'epoch'", "did you mean epochs"]),
         ("prune --config kind.yaml", ["kind.yaml", "epochs = soon", "a whole number"]),
+        ("prune --config switch.yaml", ["switch.yaml", "gate_linear = 3: expected true or false"]),
         ("prune --config out.yaml", ["out.yaml", "'out'"]),
         ("evaluate", ["run folder"]),
         ("evaluate nowhere", ["nowhere"]),
@@ -81,6 +82,7 @@ def test_bad_input_is_one_line(
     (tmp_path / "list.yaml").write_text("- epochs\n")
     (tmp_path / "unknown.yaml").write_text("epoch: 3\n")
     (tmp_path / "kind.yaml").write_text("epochs: soon\n")
+    (tmp_path / "switch.yaml").write_text("gate-linear: 3\n")
     (tmp_path / "out.yaml").write_text("out: elsewhere\n")
     before = sorted(os.listdir(tmp_path))
     assert main(words.replace("NETS", nets).split()) == 2

@@ -6,7 +6,9 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 import dllp
 from dllp.cli import main
@@ -79,6 +81,48 @@ def test_the_own_data_is_known_by_any_path(
     for name in (f"./{own_photographs.name}", "link"):
         assert main(["evaluate", "run", "--ood", name]) == 2
         one_line(capsys, f"--ood {name}: that is the data of the evaluation itself")
+
+
+def test_the_own_data_is_evaluated_as_in_the_run_however_its_folder_is_called(
+    own_photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--image-size", "8", "--validation", "0.25", "--augment", "none", "--no-dense"]
+    words += ["--epochs", "1", "--keep-flops", "0.5", "--quiet", "--out", "run"]
+    assert main(["prune", "--data", own_photographs.name, *words]) == 0
+    assert main(["evaluate", "run", "--data", own_photographs.name, "--json", "a.json"]) == 0
+    stored, again = (json.loads(Path(name).read_text()) for name in ("run/evaluation.json", "a.json"))
+    assert again["rows"] == stored["rows"] and again["split"] == "validation"
+    capsys.readouterr()
+    assert main(["evaluate", "run", "--image-size", "12", "--corrupt", "sharpen"]) == 2
+    one_line(capsys, "inputs of shape (3, 12, 12), but the run was trained on (3, 8, 8)")
+    assert not Path("run/corruptions.json").exists()
+
+
+def test_folders_elsewhere_may_have_any_name_and_images_of_any_size(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place in ("flat [/b]", "set [red]/train/a", "set [red]/test/a"):
+        Path(place).mkdir(parents=True)
+        for side in (9, 12):
+            Image.new("RGB", (side, 10)).save(Path(place, f"{side}.png"))
+    assert main(["evaluate", str(run), "--ood", "flat [/b]", "set [red]"]) == 0
+    shown = capsys.readouterr().out
+    assert "flat [/b]" in shown and "set [red]" in shown and "by the entropy" in shown
+
+
+def test_a_given_network_of_a_regression_says_nothing_of_inputs_from_elsewhere(nets: str, capsys: Capture) -> None:
+    x = np.random.default_rng(0).standard_normal((60, 4)).astype(np.float32)
+    data, model = npy(Path("data"), x, np.stack([x.sum(1)] * 7, 1)), f"{nets}:wide"
+    words = ["--data", str(data), "--model", model, "--epochs", "1", "--keep-flops", "0.5", "--quiet", "--out", "run"]
+    assert main(["prune", *words]) == 0
+    assert main(["evaluate", "run", "--model", model, "--ood", "noise", "--json", "a.json"]) == 0
+    shown = capsys.readouterr().out
+    assert "by the variance" in shown and "information" not in shown
+    rows = [row for row in json.loads(Path("a.json").read_text())["rows"] if row["data"] == "ood:noise"]
+    known = [sorted(row["metrics"]) for row in rows]
+    assert known == [[], *[["auroc", "fpr95"]] * 3]
 
 
 def test_classes_that_are_not_there_cannot_be_left_out(tmp_path: Path, capsys: Capture) -> None:

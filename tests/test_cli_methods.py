@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dllp.baselines import METHODS, run
 from dllp.cli import main
-from tests.commands import one_line
+from tests.commands import npy, one_line
 
 
 def test_a_run_of_another_method_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,6 +34,7 @@ def test_a_run_of_another_method_by_name(tmp_path: Path, capsys: pytest.CaptureF
         (["--method", "sfp", "--keep-flops", "0.0001"], ["cannot be reached"]),
         (["--finetune-epochs", "2"], ["finetune_epochs is for other methods"]),
         (["--method", "nothing"], ["there is no method 'nothing'"]),
+        (["--method", "dllp:beta=2"], ["dllp has no hyperparameters behind its name", "as options"]),
         (["--method", "slimming:t=2"], ["method slimming has no hyperparameter 't': it has strength"]),
         (["--method", "fpgm:strength=2"], ["method fpgm has no hyperparameter 'strength': it has begin"]),
         (["--method", "random:strength=2"], ["method random has no hyperparameter 'strength': it has none"]),
@@ -44,6 +46,18 @@ def test_a_run_of_another_method_by_name(tmp_path: Path, capsys: pytest.CaptureF
         assert main(["prune", *options, "--out", str(tmp_path / "none")]) == 2
         one_line(capsys, *words)
     assert not (tmp_path / "none").exists()
+
+
+def test_a_fine_tuned_network_keeps_its_own_noise(tmp_path: Path) -> None:
+    """A regression's likelihood: when the folder is read again, it is what the run itself has measured."""
+    x = np.random.default_rng(0).standard_normal((64, 1, 8, 8)).astype(np.float32)
+    data, out = npy(tmp_path / "data", x, x.sum((1, 2, 3)) / 8), str(tmp_path / "run")
+    words = ["--method", "fpgm", "--keep-flops", "0.5", "--epochs", "1", "--finetune-epochs", "2", "--quiet"]
+    assert main(["prune", "--data", str(data), *words, "--out", out]) == 0
+    assert main(["evaluate", out, "--json", str(tmp_path / "again.json")]) == 0
+    found = [json.loads(path.read_text())["rows"] for path in (Path(out, "evaluation.json"), tmp_path / "again.json")]
+    dense, cut, tuned = found[0]
+    assert found[1] == [dense, tuned] and cut["metrics"]["nll"] != tuned["metrics"]["nll"]
 
 
 def test_a_stopped_run_of_another_method_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,14 @@ from dllp.errors import ConfigError
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
+@pytest.mark.parametrize("name", ["gpu", "", "cpu:x", "meta", "mps", "xpu"])
+def test_a_device_of_another_kind_is_one_line(name: str) -> None:
+    """PyTorch knows some of these words, and fails much later."""
+    with pytest.raises(ConfigError, match=f"device = '{name}' is unknown: use auto, cpu or cuda"):
+        find_device(name)
+    assert find_device("cpu") == CPU
+
+
 def test_deterministic_kernels_on_cuda_need_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(WORKSPACE, raising=False)
     with pytest.raises(ConfigError, match=f"{WORKSPACE}=:4096:8"):
@@ -23,10 +31,3 @@ def test_deterministic_kernels_on_cuda_need_a_workspace(monkeypatch: pytest.Monk
     for value in WORKSPACES:
         monkeypatch.setenv(WORKSPACE, value)
         check_repeatable(CUDA, deterministic=True)
-
-
-@pytest.mark.parametrize("name", ["mps", "meta", "xpu:1", "gpu", ""])
-def test_other_kinds_of_devices_are_one_line(name: str) -> None:
-    with pytest.raises(ConfigError, match="is unknown: use auto, cpu or cuda"):
-        find_device(name)
-    assert find_device("cpu") == CPU

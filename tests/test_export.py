@@ -15,6 +15,8 @@ from torch import nn
 
 import dllp
 from dllp import artifacts, export
+from dllp.baselines import find
+from dllp.baselines import run as baseline
 from dllp.cli import main
 from dllp.errors import ConfigError, ExportError, StructureError
 from dllp.structure import discover
@@ -126,6 +128,16 @@ def test_padding_changes_nothing_but_widths(result: dllp.Result, tmp_path: Path)
     x = torch.randn(4, *SHAPE)
     torch.testing.assert_close(network.eval()(x), slab.network(x), atol=1e-5, rtol=1e-4)
     done = export.export(result, tmp_path / "wide.onnx", SHAPE, pad_to=8)
+    assert done.difference < 1e-5
+
+
+@pytest.mark.parametrize("method", ["fpgm", "thinet"])  # which trains, or mends, what it has cut
+def test_padding_knows_what_other_methods_did_after_the_cut(method: str, tmp_path: Path) -> None:
+    network = build("small_cnn", num_classes=10, in_channels=1, image_size=8)
+    config = dllp.Config(keep_flops=0.4, epochs=1, batch_size=128, init="fresh")
+    data = dllp.data.load("digits").train.subset(range(256))
+    result = baseline.prune(find(method), network, data, config, finetune_epochs=method == "fpgm").result
+    done = export.export(result, tmp_path / "wide.pt2", SHAPE, format="pt2", pad_to=8)
     assert done.difference < 1e-5
 
 

@@ -68,6 +68,12 @@ def test_a_link_in_a_circle_is_one_line(tmp_path: Path) -> None:
     assert (tmp_path / "link").is_symlink()
 
 
+@pytest.mark.parametrize("path", ["", ".", "/"])
+def test_a_folder_is_no_file(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["methods", "--json", path]) == 2
+    one_line(capsys, f"cannot write {path or '.'}: it is a folder; give a file")
+
+
 def test_standard_output_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     """A shell's `> lines`: what is printed before and after has to stay; so has a pipe without a name."""
     lines, links = tmp_path / "lines", [tmp_path / "out", tmp_path / "err"]

@@ -104,3 +104,13 @@ def test_lines_with_a_pause_leave_epochs_out(
             )
     shown = [line.split(" steps/s")[0] for line in capsys.readouterr().out.splitlines()]
     assert [line.split()[:3] for line in shown] == [["long", "epoch", f"{epoch}/8"] for epoch in (1, 4, 7)]
+
+
+def test_names_of_folders_are_no_markup_in_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with progress.status(quiet=False) as tell:
+        tell("reading runs [/b]")
+    assert "reading runs [/b]" in capsys.readouterr().err

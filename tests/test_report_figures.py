@@ -69,8 +69,9 @@ def test_gates_over_time_are_shares(report_page: str, run: Path) -> None:
     assert last[1:-1].sum() == 0 and last[0] > 0 and last[-1] > 0  # discrete: open or closed
 
 
-def test_the_command_makes_the_same_run_again(run: Path) -> None:
-    settings = options.read(run / "config.yaml")
+@pytest.mark.parametrize("changes", [{}, {"draw_gates": False, "dense": False, "gate_linear": True}])
+def test_the_command_makes_the_same_run_again(run: Path, changes: dict[str, bool]) -> None:
+    settings = options.read(run / "config.yaml") | changes
     verb, words = options.parse(shlex.split(command(run, settings))[1:])
     assert verb == "prune" and words.pop("out") == str(run)
     task = Task(**{name: words.pop(name) for name in options.TASK if name in words})

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import dllp
 from dllp import artifacts
 from dllp.cli import main
-from dllp.report import contents, records
+from dllp.report import contents, records, weights
 from dllp.train import EpochRecord
 from dllp.zoo import build
 from tests.commands import npy, one_line, settle
@@ -101,6 +101,34 @@ def test_single_weights_made_from_python(tmp_path: Path) -> None:
     text = (tmp_path / "a" / "report.html").read_text()
     assert "histograms" in plots(text) and "dllp evaluate measures its networks" in text
     assert "Latency was not measured" in text and "--data" in text
+
+
+def test_another_method_that_trains_after_the_cut(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = ["--method", "fpgm", "--keep-params", "0.4", "--epochs", "1", "--finetune-epochs", "2", "--quiet"]
+    assert main(["prune", *words, "--out", str(out)]) == 0
+    assert main(["report", str(out), "--quiet"]) == 0
+    text = (out / "report.html").read_text()
+    assert "channels pruned by fpgm after training, and fine-tuned (epochs after the cut: 2)." in text
+    assert "loss" in plots(text) and not {"cost", "temperature"} & plots(text).keys()  # it has no gates
+    network = dllp.load(out, build("small_cnn", num_classes=10, in_channels=1, image_size=8)).model
+    found = contents.read(out)
+    for layer in weights.split(out, found.recipes[0], found.gated):
+        kept = network.get_submodule(layer.name).weight.detach().flatten()  # type: ignore[union-attr]
+        np.testing.assert_array_equal(layer.slab, kept.numpy())  # as fine-tuning left them
+    assert main(["report", str(out), str(out), "--out", str(tmp_path / "both.html"), "--quiet"]) == 0
+    assert "40.0% of parameters" in (tmp_path / "both.html").read_text()
+
+
+def test_transposed_convolutions_have_their_inputs_first(tmp_path: Path) -> None:
+    whole, small = torch.randn(6, 4, 2, 2), torch.randn(3, 2, 2, 2)
+    for name, weight in (("reference", whole), ("particle", small)):
+        artifacts.write_tensors(tmp_path / f"{name}-0.safetensors", {"up.weight": weight})
+    (layer,) = weights.split(tmp_path, {"up": {"in": [0, 2, 5], "out": [1, 3]}}, [])
+    lost = torch.ones(6, 4, dtype=torch.bool)
+    lost[torch.tensor([[0], [2], [5]]), torch.tensor([1, 3])] = False
+    np.testing.assert_array_equal(layer.spike, whole[lost].flatten().numpy())
+    np.testing.assert_array_equal(layer.slab, small.flatten().numpy())
 
 
 def test_a_regression(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

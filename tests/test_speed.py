@@ -17,7 +17,7 @@ from dllp.cli import main
 from dllp.errors import ArtifactError, ConfigError
 from dllp.export import inputs, write
 from dllp.speed import clock
-from dllp.speed.layers import _kernel_times
+from dllp.speed.layers import CONVOLUTIONS, _convolutions, _kernel_places, _kernel_times, _plain_name, _profile
 from dllp.speed.runtimes import torch_rows
 from dllp.structure import discover
 from dllp.zoo import build
@@ -134,6 +134,50 @@ def test_layers_are_named_with_their_widths(result: dllp.Result) -> None:
     kept = [m.out_channels for m in pruned.network.modules() if isinstance(m, nn.Conv2d)]
     assert [layer.pruned_width for layer in found] == kept
     assert all(0 < layer.kept_macs <= 1 for layer in found)
+
+
+class Branches(nn.Module):
+    """A block with a shortcut of its own: onnxruntime runs it before the last convolution of the other branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.conv2, self.norm2 = nn.Conv2d(16, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32)
+        self.conv3, self.norm3 = nn.Conv2d(32, 64, 1, bias=False), nn.BatchNorm2d(64)
+        self.shortcut, self.norm4 = nn.Conv2d(16, 64, 1, bias=False), nn.BatchNorm2d(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm1(self.conv1(x)).relu()
+        y = self.norm3(self.conv3(self.norm2(self.conv2(x)).relu()))
+        return (y + self.norm4(self.shortcut(x))).relu().mean((2, 3))
+
+
+def test_times_go_to_the_layer_whose_kernel_took_them(tmp_path: Path) -> None:
+    network, path = Branches().eval(), tmp_path / "model.onnx"
+    write(network, path, inputs(2, SHAPE), ("output",), "onnx")
+    names, places = [name for name, _ in _convolutions(network, SHAPE)], _kernel_places(path)
+    found = {}
+    for event in _profile(path, inputs(2, SHAPE), 1):
+        if event["args"].get("op_name") in CONVOLUTIONS and event["name"].endswith("_kernel_time"):
+            (weight,) = event["args"]["input_type_shape"][1].values()
+            found[names[places[_plain_name(event["name"])]]] = weight[1]  # its inputs
+    assert found == {"conv1": 1, "conv2": 16, "conv3": 32, "shortcut": 16}
+    assert len(_kernel_times(path, inputs(2, SHAPE), 1)) == 4
+
+
+def test_widths_of_linear_layers_are_not_positions() -> None:
+    subject = speed.Subject("dense", nn.Sequential(nn.Linear(4, 12), nn.Linear(12, 3)), 1.0)
+    found = speed.torch_layers(subject, subject, (7, 4), batch=2, runs=1)
+    assert [layer.dense_width for layer in found] == [12, 3]
+
+
+def test_what_is_spoken_of_was_measured_as_the_layers_were() -> None:
+    rows = [row(name, median, macs, runtime) for runtime in (speed.TORCH, speed.ONNX)
+            for name, median, macs in (("dense", 2.0, 100.0), ("pruned", 1.0, 25.0))]  # fmt: skip
+    spoken = speed.headline(speed.compared(rows))
+    assert spoken is not None and spoken.runtime == speed.ONNX
+    spoken = speed.headline(speed.compared(rows[:2]))
+    assert spoken is not None and spoken.runtime == speed.TORCH
 
 
 def test_a_brief_look_needs_no_export(result: dllp.Result) -> None:

@@ -5,7 +5,6 @@ On every device, so that a run that was stopped on one goes on on another.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from dllp.result import Result, posterior_of
 from dllp.slicing import Recipe, cut, recipe, restrict
 from dllp.structure import Structure
 from dllp.train import Trainer
-from dllp.widths import padded, widened
+from dllp.widths import fill, kept_places, padded, widened
 
 MULTIPLE = 8
 """Tensor cores and vector units of processors want it."""
@@ -34,8 +33,8 @@ def in_lanes(whole: nn.Module, structure: Structure, keep: Tensor) -> Verb:
 
     def run(model: nn.Module, data: Data, config: Config, **rest: Any) -> Result:
         wide, inner = _widen(whole, structure, keep)
-        places = _places(wide, inner)
-        _write(wide, model, places)
+        places = kept_places(wide, inner)
+        fill(wide, model, places)
         result = hooked(train_dense, lambda trainer: _hold(trainer, places))(wide, data, config, **rest)
         small = cut(result.model, inner)
         slabs = [replace(result.slabs[0], network=small, reference=small)]
@@ -50,23 +49,6 @@ def _widen(whole: nn.Module, structure: Structure, keep: Tensor) -> tuple[nn.Mod
     wide, _ = padded(whole, structure, keep, MULTIPLE)
     groups = restrict(structure.groups, more, recipe(whole, structure.groups, more))
     return wide, recipe(wide, groups, keep[more])
-
-
-def _places(wide: nn.Module, inner: Recipe) -> dict[str, Tensor]:
-    """Where in each flat tensor of the wide network the living part's numbers are."""
-    counted = copy.deepcopy(wide).cpu()
-    for tensor in (*counted.parameters(), *counted.buffers()):
-        tensor.requires_grad_(False)
-        tensor.data = torch.arange(tensor.numel(), dtype=torch.float64).view(tensor.shape)
-    return {name: places.long().flatten() for name, places in cut(counted, inner).state_dict().items()}
-
-
-@torch.no_grad()
-def _write(wide: nn.Module, small: nn.Module, places: dict[str, Tensor]) -> None:
-    """Give the living part the weights and statistics of the small network."""
-    values = small.state_dict()
-    for name, tensor in wide.state_dict().items():
-        tensor.view(-1)[places[name]] = values[name].flatten().to(tensor.dtype)
 
 
 def _hold(trainer: Trainer, places: dict[str, Tensor]) -> None:

@@ -96,6 +96,7 @@ def prune(
         before,
         slabs=[replace(slab, network=tuned.model)],
         posterior=tuned.posterior,
+        gates={**before.gates, "noise": tuned.gates["noise"]},
         history=before.history + [{**r, "epoch": r["epoch"] + config.epochs} for r in tuned.history],
         info={**before.info, "finetune_epochs": finetune_epochs},
     )

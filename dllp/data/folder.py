@@ -55,14 +55,14 @@ def arrays(
     return train, split.get("test", split.get("val", train)), split.get("val") if "test" in split else None
 
 
-def flat(folder: Path, size: tuple[int, int]) -> torch.Tensor:
+def flat(folder: Path, size: tuple[int, int], max_bad: str | float = 0.0) -> torch.Tensor:
     """(N, 3, H, W) uint8: every image of a folder and of the folders in it, resized to `size` = (H, W)."""
     places = [folder, *sorted(p for p in _listed(folder) if p.is_dir() and not p.name.startswith("."))]
     paths = [p for place in places for p in sorted(_listed(place)) if p.suffix.lower() in images.SUFFIXES]
     if not paths:
         raise DataError(f"{folder} holds no image ({', '.join(sorted(images.SUFFIXES))}): give another folder")
     names = [str(reading.contained(folder, path, DataError).relative_to(folder)) for path in paths]
-    return _decode(of_files(folder, names), (size[1], size[0]), Tally(len(paths), 0.0), resize=True)[0]
+    return _decode(of_files(folder, names), (size[1], size[0]), Tally(len(paths), max_bad), resize=True)[0]
 
 
 def first_size(sources: Sources) -> tuple[int, int]:

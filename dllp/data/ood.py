@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dllp.data import Dataset, load, names
 from dllp.data.arrays import ArrayData, generator
+from dllp.data.bad import MAX_BAD
 from dllp.data.folder import flat
 from dllp.data.split import Split
 from dllp.errors import ConfigError, DataError
@@ -40,6 +41,9 @@ def find(name: str, like: ArrayData, *, left_out: ArrayData | None = None, root:
             raise ConfigError("the run left no class out: train one with --leave-out NAME,... first")
         return left_out
     path = Path(name).expanduser()
+    held = next((path / part for part in ("test", "val") if (path / part).is_dir()), None)
+    if name not in names() and (path / "train").is_dir() and held is not None:  # of any sizes: they are resized anyway
+        return resized(flat(held, _image_shape(like)[1:], MAX_BAD), like)
     if name in names() or (path / "train").is_dir() or (path / "test_x.npy").is_file():
         return resized(load(name, root=root).test.x, like)
     if path.is_dir():

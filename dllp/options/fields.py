@@ -44,10 +44,15 @@ def add_fields(group: Any, cls: type, names: Sequence[str], **override: Any) -> 
         text = texts[field.name] + (" (default: *)" if field.name in SUITED else "")
         options = {"default": field.default, "help": text, **override}
         flag, kind = "--" + field.name.replace("_", "-"), types[field.name]
-        if kind is bool:
+        if is_switch(kind):
             group.add_argument(flag, action=ActionYesNo(no_prefix="no-"), **options)
         else:
             group.add_argument(flag, type=kind, metavar=_metavar(kind), **options)
+
+
+def is_switch(kind: Any) -> bool:
+    """Whether an option says yes or no, by its name alone, where something is said at all."""
+    return kind is bool or bool in typing.get_args(kind)
 
 
 def _metavar(kind: Any) -> str:

@@ -15,6 +15,7 @@ from dllp import reading
 from dllp.config import Config, types_of
 from dllp.errors import ConfigError
 from dllp.options.commands import TASK, prune
+from dllp.options.fields import is_switch
 from dllp.options.mistakes import near, plain
 from dllp.task import Task
 
@@ -41,9 +42,12 @@ def read(path: Path) -> dict[str, Any]:
     for name in named:
         if name not in known:
             raise ConfigError(f"{path}: unknown name {name!r}{near(name, known)}")
+    hints = {**types_of(Task), **types_of(Config)}
+    for name, value in named.items():
+        if is_switch(hints[name]) and value is not None and not isinstance(value, bool):
+            raise ConfigError(f"{path}: {name} = {value}: expected true or false")
     try:
         read = vars(prune().parse_object(named, defaults=False))
-        hints = {**types_of(Task), **types_of(Config)}
         for name, value in read.items():
             if value is None and type(None) not in typing.get_args(hints[name]):  # the parser takes it for "not given"
                 raise ConfigError(f"{name} has no value")

@@ -116,7 +116,8 @@ def _table(runs: Sequence[Run]) -> str:
     names = ["rmse", "nll"] if runs[0].regression else ["accuracy", "ece", "nll"]
     cells = []
     for label, run in zip(labels(runs), runs, strict=True):
-        budget = "–" if run.budget is None else percent(run.budget[1], 1)
+        units = {"macs": "FLOPs", "params": "parameters"}
+        budget = "–" if run.budget is None else f"{percent(run.budget[1], 1)} of {units[run.budget[0]]}"
         for row in run.clean.values():
             share = "–" if row.macs is None or not run.dense.macs else percent(row.macs / run.dense.macs, 1)
             costs = [short_number(row.macs), share, "–" if row.name == DENSE else budget]

@@ -41,7 +41,7 @@ def section(run: Run) -> Section | None:
                 _layout(history, "accuracy", tickformat=".0%"),
             )
         )  # fmt: skip
-    if run.widths:
+    if any(record.phase != "open" for record in history):  # other methods have no gates, and cut after their training
         budget = run.budget
         costs = _values(history, "cost", "cost", BLUE)
         if budget is not None:

@@ -22,7 +22,7 @@ def section(run: Run) -> Section:
 
 def _lead(run: Run) -> str:
     n = len(run.recipes)
-    parts = [f"{n} particle{'s' * (n > 1)}, {run.config.get('granularity')}s pruned in one training run."]
+    parts = [f"{n} particle{'s' * (n > 1)}, {run.config.get('granularity')}s pruned {_how(run)}."]
     if run.budget is not None:
         which, wanted = run.budget
         kept = max(getattr(size, which) for size in run.sizes) / max(getattr(run.dense, which), 1)
@@ -32,6 +32,13 @@ def _lead(run: Run) -> str:
         count = len(run.examples.labels)
         parts.append(f"Measured on {count} examples: one of them is {100 / count:.2f} points of accuracy.")
     return " ".join(parts)
+
+
+def _how(run: Run) -> str:
+    method, more = run.info.get("method"), run.info.get("finetune_epochs")
+    if method is None:
+        return "in one training run"
+    return f"by {method} after training" + (f", and fine-tuned (epochs after the cut: {more})" if more else "")
 
 
 def _cards(run: Run) -> str:

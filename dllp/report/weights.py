@@ -40,7 +40,7 @@ FEWEST = 30
 
 @dataclass(frozen=True)
 class Layer:
-    """The weights of one layer of M_0: `slab` (m,) are kept, `spike` (k,) are removed."""
+    """The weights of one layer: `slab` (m,) as they are in M_p, `spike` (k,) as they were in M_0."""
 
     name: str
     slab: np.ndarray
@@ -116,40 +116,46 @@ def _density(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 def split(folder: Path, recipe: Mapping[str, Any], gated: Sequence[str]) -> list[Layer]:
     """Slab and spike of every layer that lost something, from the first particle's files: no network is needed."""
-    path = folder / "reference-0.safetensors"
-    tensors = artifacts.read_tensors(path)
+    whole, pruned = (artifacts.read_tensors(folder / f"{kind}-0.safetensors") for kind in ("reference", "particle"))
+    path = folder / "particle-0.safetensors"
     if gated:
-        pruned = folder / "particle-0.safetensors"
-        kept = artifacts.read_tensors(pruned)
-        return [_by_position(name, tensors.get(name), kept.get(name + "#index"), pruned) for name in gated]
+        places = [(name, whole.get(name), pruned.get(name + "#index"), pruned.get(name + "#value")) for name in gated]
+        return [_by_position(*place, path) for place in places]
     layers = []
     for module, sides in recipe.items():
-        weight = tensors.get(f"{module}.weight")
+        weight, kept = whole.get(f"{module}.weight"), pruned.get(f"{module}.weight")
         if weight is not None and weight.dim() >= 2 and weight.is_floating_point():
-            layers.append(_by_channel(module, weight, sides, folder / artifacts.RUN))
+            if kept is None or not kept.is_floating_point():
+                raise ArtifactError(f"{path}: the weights of {module!r} are missing")
+            keep = _kept(module, weight.shape, kept.numel(), sides, folder / artifacts.RUN)
+            layers.append(Layer(module, kept.flatten().float().numpy(), weight[~keep].float().numpy()))
     return [layer for layer in layers if len(layer.spike)]
 
 
-def _by_channel(module: str, weight: Tensor, sides: Any, path: Path) -> Layer:
-    keep = torch.ones(weight.shape, dtype=torch.bool)
-    for dim, side in enumerate(("out", "in")):
-        index = sides.get(side, []) if isinstance(sides, dict) else None
-        if not isinstance(index, list) or not all(type(i) is int and i >= 0 for i in index):
-            raise ArtifactError(f"{path}: the recipe of {module!r} is no list of channels")
-        size = weight.shape[dim]
-        if index and max(index) < size:  # the inputs of grouped convolutions are counted over all groups
-            lost = torch.ones(size, dtype=torch.bool)
-            lost[index] = False
-            keep.transpose(0, dim)[lost] = False
-    return Layer(module, weight[keep].float().numpy(), weight[~keep].float().numpy())
+def _kept(module: str, shape: torch.Size, count: int, sides: Any, path: Path) -> Tensor:
+    """Which weights a recipe keeps, `count` of them; outputs come first, but in transposed convolutions inputs do."""
+    index = {side: sides.get(side, []) if isinstance(sides, dict) else None for side in ("out", "in")}
+    if not all(isinstance(part, list) and all(type(i) is int and i >= 0 for i in part) for part in index.values()):
+        raise ArtifactError(f"{path}: the recipe of {module!r} is no list of channels")
+    masks = []
+    for order in (("out", "in"), ("in", "out")):
+        keep = torch.ones(shape, dtype=torch.bool)
+        for dim, side in enumerate(order):
+            part = index[side]
+            if part and max(part) < shape[dim]:  # the inputs of grouped convolutions are counted over all groups
+                lost = torch.ones(shape[dim], dtype=torch.bool)
+                lost[part] = False
+                keep.transpose(0, dim)[lost] = False
+        masks.append(keep)
+    return next((keep for keep in masks if int(keep.sum()) == count), masks[0])
 
 
-def _by_position(name: str, weight: Tensor | None, index: Tensor | None, path: Path) -> Layer:
-    if weight is None or index is None or index.dtype != torch.int32 or index.dim() != 1:
+def _by_position(name: str, weight: Tensor | None, index: Tensor | None, kept: Tensor | None, path: Path) -> Layer:
+    if weight is None or index is None or kept is None or index.dtype != torch.int32 or index.dim() != 1:
         raise ArtifactError(f"{path}: the positions of {name!r} are missing")
     flat = weight.flatten().float()
     if len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(flat):
         raise ArtifactError(f"{path}: the positions of {name!r} do not fit the network")
     keep = torch.zeros(len(flat), dtype=torch.bool)
     keep[index.long()] = True
-    return Layer(name.removesuffix(".weight"), flat[keep].numpy(), flat[~keep].numpy())
+    return Layer(name.removesuffix(".weight"), kept.flatten().float().numpy(), flat[~keep].numpy())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ from dllp.speed.rows import Subject
 from dllp.structure import discover
 
 CONVOLUTIONS = ("Conv", "FusedConv", "NhwcFusedConv")
+BLOCKED = "_nchwc"
+"""What onnxruntime adds to the name of a kernel that works on blocks of channels."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def _timed_layers(network: nn.Module, x: Tensor, runs: int) -> dict[str, _Timed]
 
             def end(module: Any, args: Any, output: Tensor, timed: _Timed = timed) -> None:
                 timed.samples.append(time.perf_counter() - timed.start)
-                timed.width, timed.macs = output.shape[1], output.numel() * module.weight[0].numel()
+                timed.width, timed.macs = len(module.weight), output.numel() * module.weight[0].numel()
 
             hooks += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
     try:
@@ -121,7 +124,45 @@ def _timed_layers(network: nn.Module, x: Tensor, runs: int) -> dict[str, _Timed]
 
 
 def _kernel_times(path: Path, x: Tensor, runs: int) -> list[float]:
-    """Median seconds of every convolution kernel, in the order of execution."""
+    """Median seconds of every convolution in a file, in its order there, as far as kernels are found."""
+    places, samples = _kernel_places(path), dict[int, list[float]]()
+    for event in _profile(path, x, runs):
+        arguments = event.get("args", {})
+        if event["name"].endswith("_kernel_time") and arguments.get("op_name") in CONVOLUTIONS:
+            place = places.get(_plain_name(event["name"]))
+            if place is not None:  # batch norms may become convolutions, too
+                samples.setdefault(place, []).append(event["dur"] * 1e-6)
+    return [float(np.median(samples[place][1:])) for place in sorted(samples)]
+
+
+def _kernel_places(path: Path) -> dict[str, int]:
+    """What onnxruntime may call the kernel of each convolution in a file -> the number of that convolution in it.
+
+    It runs branches in an order of its own. A kernel has the node's name; where it was made anew for blocks of
+    channels, that of what it gives, which may be an activation that became part of it.
+    """
+    import onnx
+
+    graph = onnx.load(str(path)).graph
+    constants = {tensor.name for tensor in graph.initializer}
+    places: dict[str, int] = {}
+    gives: dict[str, int] = {}
+    for node in graph.node:
+        read = [name for name in node.input if name and name not in constants]
+        if node.op_type == "Conv":
+            places[node.name] = gives[node.output[0]] = len(places)
+        elif len(read) == 1 and read[0] in gives:
+            gives[node.output[0]] = gives[read[0]]
+    return places | {name + BLOCKED: place for name, place in gives.items()}
+
+
+def _plain_name(event: str) -> str:
+    """A kernel's name without what onnxruntime adds to it."""
+    return re.sub(r"(_token_\d+)?_kernel_time$", "", event).removeprefix("fused ")
+
+
+def _profile(path: Path, x: Tensor, runs: int) -> list[dict[str, Any]]:
+    """What onnxruntime says of its kernels on one thread."""
     import onnxruntime
 
     settings = onnxruntime.SessionOptions()
@@ -133,15 +174,9 @@ def _kernel_times(path: Path, x: Tensor, runs: int) -> list[float]:
         session.run(None, {INPUT: x.numpy()})
     profile = Path(session.end_profiling())
     try:
-        events = json.loads(profile.read_bytes())
+        return json.loads(profile.read_bytes())
     except (OSError, ValueError):  # the runtime says nothing when a disk is full
         raise ArtifactError(f"cannot write {profile}: it is cut off; free some space there") from None
-    samples: dict[int, list[float]] = {}
-    for event in events:
-        arguments = event.get("args", {})
-        if event["name"].endswith("_kernel_time") and arguments.get("op_name") in CONVOLUTIONS:
-            samples.setdefault(int(arguments["node_index"]), []).append(event["dur"] * 1e-6)
-    return [float(np.median(part[1:])) for part in samples.values()]
 
 
 def _convolutions(network: nn.Module, shape: tuple[int, ...]) -> list[tuple[str, int]]:
