@@ -136,7 +136,7 @@ def test_padding_knows_what_other_methods_did_after_the_cut(method: str, tmp_pat
     network = build("small_cnn", num_classes=10, in_channels=1, image_size=8)
     config = dllp.Config(keep_flops=0.4, epochs=1, batch_size=128, init="fresh")
     data = dllp.data.load("digits").train.subset(range(256))
-    result = baseline.prune(find(method), network, data, config, finetune_epochs=method == "fpgm").result
+    result = baseline.prune(find(method), network, data, config, finetune_epochs=int(method == "fpgm")).result
     done = export.export(result, tmp_path / "wide.pt2", SHAPE, format="pt2", pad_to=8)
     assert done.difference < 1e-5
 
