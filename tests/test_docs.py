@@ -12,9 +12,10 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ import pytest
 import yaml
 
 import dllp
+from dllp import options
+from dllp.bench.recipes import recipe
+from dllp.bench.tables import TABLES
 from tests.commands import ENVIRONMENT
 
 ROOT = Path(__file__).parents[1]
@@ -192,3 +196,27 @@ def test_the_readme_says_what_was_measured(table: str, name: str) -> None:
         f"{dense['ece_mean']:.2f}, {pruned['ece_mean']:.2f}, {pruned['ensemble_ece_mean']:.2f}",
     ]
     assert "| " + " | ".join(cells) + " |" in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+
+
+def test_the_recipe_on_the_page_of_results_is_the_one_that_tables_take() -> None:
+    text = (DOCS / "results.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \|$", text, re.MULTILINE)
+    for granularity, column in (("channel", 1), ("weight", 2)):
+        config = recipe("resnet56", granularity).resolved()
+        for row in rows:
+            numbers = tuple(float(number) for number in row[column].split(" to "))
+            assert getattr(config, row[0]) == (numbers[0] if len(numbers) == 1 else numbers), row
+        named = {name for name, _, _ in rows} | {"init", "batch_size", "epochs", "lr", "lr_end", "granularity"}
+        changed = {f.name for f in fields(dllp.Config) if getattr(recipe("resnet56", granularity), f.name) != f.default}
+        assert changed <= named
+
+
+def test_the_command_on_the_page_of_results_is_a_row_of_table_1() -> None:
+    (block,) = (block for block in blocks(DOCS / "results.md") if "--model resnet56" in block.code)
+    command, given = options.parse(shlex.split(block.code.replace("\\\n", " "))[1:])
+    row = next(row for row in TABLES["table1"].rows if row.name == "dllp-channel-55")
+    wanted = row.job.config
+    assert command == "prune" and given["model"] == row.job.network and given["data"] == TABLES["table1"].data
+    defaults = {f.name: f.default for f in fields(dllp.Config)}
+    for name in defaults.keys() - {"seed", "init", "precision"}:  # by name a network starts fresh
+        assert given.get(name, defaults[name]) == getattr(wanted, name), name
