@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -25,6 +26,9 @@ T = TypeVar("T")
 Parallel = Literal["data", "particles", "both"]
 PREPARING, STEPPING = timedelta(minutes=10), timedelta(seconds=45)
 """How long a process waits for the others: while they read their data, and in a step."""
+LINGER = 0.1
+"""Seconds in which gloo's threads let go of their last tensors: they need the interpreter for it, and one that ends
+meanwhile would abort the process."""
 
 
 class Ranks:
@@ -114,6 +118,8 @@ class Ranks:
             axis.group = None
         with suppress(RuntimeError):
             dist.destroy_process_group()
+        if not self.alone:
+            time.sleep(LINGER)
 
     def _line(self, lines: list[list[int]]) -> dist.ProcessGroup:
         """The group of those lines that this process stands in; every process makes all of them."""
