@@ -27,8 +27,8 @@ Parallel = Literal["data", "particles", "both"]
 PREPARING, STEPPING = timedelta(minutes=10), timedelta(seconds=45)
 """How long a process waits for the others: while they read their data, and in a step."""
 LINGER = 0.1
-"""Seconds in which gloo's threads let go of their last tensors: they need the interpreter for it, and one that ends
-meanwhile would abort the process."""
+"""Seconds for gloo's threads: one that asks for the interpreter while that ends aborts the process. What they still
+need it for is not known, and nothing tells when they are done, so that this is a pause and no proof."""
 
 
 class Ranks:
