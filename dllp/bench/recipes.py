@@ -13,6 +13,15 @@ WEIGHT: dict[str, Any] = dict(
 )
 PEAK_LR = {"resnet20": 0.4, "resnet50": 0.2, "resnet56": 0.4, "vgg11_bn": 0.2, "vgg16_bn": 0.2}
 
+TUNED = {
+    "deephoyer": "strength=1e-05",
+    "magnitude-l1": "strength=0.0001",
+    "polarization": "strength=3e-05",
+    "slimming": "strength=1e-05",
+    "sss": "strength=1e-06",
+}
+"""Hyperparameters of other methods that were chosen on ResNet-20 and held-out images (results/tuning)."""
+
 
 def recipe(network: str, granularity: str, **changes: Any) -> Config:
     """The documented default for `network`, with whatever a job changes."""

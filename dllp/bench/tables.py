@@ -8,6 +8,7 @@ from typing import Any
 from dllp.baselines import METHODS, Method
 from dllp.bench.jobs import Job
 from dllp.bench.plans import FIVE, THREE, Quoted, Row, Table
+from dllp.bench.recipes import TUNED
 from dllp.errors import ConfigError
 
 
@@ -40,7 +41,8 @@ def _baselines(network: str, removed: str) -> list[Row]:
 
     More seeds, for the best of them, are an option of the command.
     """
-    return [_baseline(method, network, removed) for method in METHODS.values()]
+    rows = [_baseline(method, network, removed) for method in METHODS.values()]
+    return [replace(row, job=replace(row.job, baseline=tuned(row.job.baseline))) for row in rows]
 
 
 def _baseline(method: Method, network: str, removed: str) -> Row:
@@ -49,6 +51,11 @@ def _baseline(method: Method, network: str, removed: str) -> Row:
     job = Job(network, "baseline", method.granularity, kept(percent), baseline=method.name, finetune=30)
     wanted = () if published is None else (("published", published.drop),)
     return Row(f"tuned-{method.name}-{percent}", job, (0,), wanted)
+
+
+def tuned(name: str) -> str:
+    """A method with the hyperparameters that were chosen for it, where any were."""
+    return f"{name}:{TUNED[name]}" if name in TUNED else name
 
 
 def kept(removed: str) -> float:
