@@ -60,6 +60,7 @@ class Lines(Silent):
 
     def step(self, trainer: Trainer) -> None:
         self.steps, self.device = trainer.steps_per_epoch, trainer.particles.device
+        self.epochs = trainer.config.epochs  # fine-tuning has its own
 
     def epoch(self, record: EpochRecord) -> None:
         # the first epoch also warms up; later ones tell more about those to come
@@ -92,7 +93,7 @@ class Bar(Silent):
         self.task = self.bar.add_task(title, total=None, epoch=f"epoch 1/{epochs}", numbers="")
 
     def step(self, trainer: Trainer) -> None:
-        self.device = trainer.particles.device
+        self.device, self.epochs = trainer.particles.device, trainer.config.epochs  # fine-tuning has its own
         self.bar.update(self.task, total=trainer.total_steps, completed=trainer.step_index)
 
     def epoch(self, record: EpochRecord) -> None:

@@ -23,7 +23,34 @@ def test_samples_are_what_the_layer_computes() -> None:
     for name, seen in samples.observe(model, ["0", "2", "4"], normal(6, 3, 8, 8)).items():
         weight = samples.flat_weight(model.get_submodule(name))
         torch.testing.assert_close(torch.einsum("nik,oik->no", seen.patches, weight), seen.outputs)
+        assert len(seen.patches) == 60, "a linear layer has one place in an image, and as many looks"
     assert model.training and not model[0]._forward_hooks
+
+
+def test_what_follows_reads_what_was_mended() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    x, means = normal(5, 3), {}
+
+    def mend(name: str, seen: samples.Sample) -> None:
+        means[name] = seen.patches.mean((0, 2))
+        with torch.no_grad():
+            for parameter in model.get_submodule(name).parameters():
+                parameter.zero_()
+
+    samples.rebuild(model, ["0", "1"], x, mend)
+    torch.testing.assert_close(means["0"], x.mean(0))
+    assert torch.equal(means["1"], torch.zeros(4, dtype=torch.float64))
+
+
+def test_channels_that_go_together_get_no_huge_scales() -> None:
+    """A pooled layer of a trained network: few images, outputs that nearly every channel tells."""
+    shared = normal(50, 3)
+    x = shared @ normal(3, 40, seed=1) + 0.02 * normal(50, 40, seed=2)
+    start = torch.ones(40, 1, dtype=torch.float64)
+    wanted = x @ start + 0.3 * normal(50, 1, seed=3)
+    few, drawn = (samples.towards(x, wanted, start, ridge) for ridge in (1e-6, samples.RIDGE))
+    assert few.abs().max() > 5 and drawn.abs().max() < 1.5
+    assert (x @ drawn - wanted).square().mean() < 0.3**2, "and the fit is as good as the noise allows"
 
 
 def test_thinet_gives_up_what_is_not_missed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -121,3 +122,18 @@ def test_the_geometric_median_goes_first() -> None:
     scene = scene_of(model, torch.randn(2, 1, 8, 8))
     scores = METHODS["fpgm"].scores(scene)[scene.structure.slices[1]]
     assert scores[5] == scores.min() and scores[6] == scores.max()
+
+
+@pytest.mark.parametrize("method", [Slimming, Polarization, SparseStructures, DeepHoyer])
+def test_no_layer_is_emptied(method: type[Slimming] | type[DeepHoyer]) -> None:
+    scene = scene_of(small_cnn(), normal(2, 1, 8, 8).float(), keep_flops=0.1)
+    with torch.no_grad():  # the second layer has one channel of size, and all others come before the rest of it
+        for i in (1, 2, 3):
+            for name in (f"bn{i}.weight", f"conv{i}.weight"):
+                parameter = scene.network.get_parameter(name)
+                parameter.copy_(1 + normal(*parameter.shape).float().abs())
+                if i == 2:
+                    parameter[1:] *= 1e-6
+    here = scene.structure.slices[1]
+    none, quarter, whole = (int(scene.select(method(least=x).scores(scene))[here].sum()) for x in (0.0, 0.25, 1.0))
+    assert none == whole < 8 and quarter == 16, "what is spared everywhere is spared nowhere"

@@ -11,6 +11,7 @@ import pytest
 
 from dllp.baselines import METHODS, find
 from dllp.baselines.fpgm import GeometricMedian
+from dllp.baselines.polarization import Polarization
 from dllp.baselines.slimming import Slimming
 from dllp.bench import jobs, plans, run, tables
 from dllp.bench.jobs import Job
@@ -67,8 +68,9 @@ def test_every_row_stands_with_its_seeds_and_targets() -> None:
     assert {row.job.network for row in two.rows} == {"vgg16_bn"}
     for table in (one, two):
         assert all(row.job.epochs == 60 and row.job.config.batch_size == 512 for row in table.rows)
-        tuned = {row.job.baseline: row for row in table.rows if row.name.startswith("tuned-")}
+        tuned = {find(row.job.baseline).name: row for row in table.rows if row.name.startswith("tuned-")}
         assert set(tuned) == set(METHODS) and {row.job.finetune for row in tuned.values()} == {30}
+        assert find(tuned["polarization"].job.baseline) == Polarization(strength=3e-5), "as it was chosen"
         kept = {row.name for row in table.rows if row.predictions == "kept"}
         assert kept == {n for n in (r.name for r in table.rows) if n == "dense" or n.startswith("dllp-channel")}
 

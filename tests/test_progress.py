@@ -6,14 +6,19 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dllp import progress
+from dllp.baselines import METHODS, run
 from dllp.cli import main
+from dllp.config import Config
 from dllp.train import EpochRecord
+from dllp.zoo.small import small_cnn
 from tests.commands import FAST, one_line
+from tests.scenes import DIGITS
 
 RUN = ["prune", *FAST, "--epochs", "4", "--no-dense", "--particles", "2"]
 
@@ -86,6 +91,19 @@ def test_the_first_epoch_does_not_rule_the_time_left(capsys: pytest.CaptureFixtu
     shown = capsys.readouterr().out.splitlines()
     assert "0:15:00 left" in shown[0] and "cost" not in shown[0]
     assert "0:02:08 left" in shown[3]  # a weighted mean of 21.25 s, six epochs to go
+
+
+def test_fine_tuning_has_its_own_number_of_epochs(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = progress.Lines()
+    lines.begin("slimming", 3, None)
+
+    def train(verb: Any, stage: str, model: Any, data: Any, config: Config) -> Any:
+        return verb(model, data, config, on_epoch=lines.epoch, on_step=lines.step)
+
+    config = Config(keep_flops=0.5, epochs=3, batch_size=64, init="fresh")
+    run.prune(METHODS["slimming"], small_cnn(), DIGITS.train.subset(range(128)), config, finetune_epochs=2, train=train)
+    shown = [line.split()[2] for line in capsys.readouterr().out.splitlines()]
+    assert shown == ["1/3", "2/3", "3/3", "1/2", "2/2"]
 
 
 def test_lines_with_a_pause_leave_epochs_out(

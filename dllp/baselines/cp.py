@@ -16,10 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dllp.baselines.protocol import Published, Scene
-from dllp.baselines.samples import flat_weight, observe, towards
-from dllp.baselines.thinet import ThiNet, inputs_of, rebuilt
-from dllp.slicing import Recipe
+from dllp.baselines.protocol import Published
+from dllp.baselines.samples import flat_weight, towards
+from dllp.baselines.thinet import ThiNet
 
 STRENGTHS = 30
 """Penalties along the LASSO's path, over four powers of ten."""
@@ -40,19 +39,13 @@ class ChannelPruning(ThiNet):
     def order(self, shares: Tensor) -> Tensor:
         return survival(shares)
 
-    def repair(self, small: nn.Module, recipe: Recipe, scene: Scene) -> None:
-        """New weights for what reads the kept channels."""
-        inputs, names = inputs_of(scene), rebuilt(scene, recipe)
-        dense = observe(scene.network, list(names), inputs)
-        for name, kept_out in names.items():
-            module = small.get_submodule(name)
-            wanted = dense[name].outputs[:, kept_out].double()
-            patches = observe(small, [name], inputs)[name].patches.flatten(1).double()
-            old = flat_weight(module).flatten(1).double()
-            new = towards(patches, wanted, old.T)
-            with torch.no_grad():
-                weight: Tensor = module.weight  # type: ignore[assignment]
-                weight.copy_(new.T.reshape(weight.shape))
+    @torch.no_grad()
+    def fit(self, module: nn.Module, patches: Tensor, wanted: Tensor) -> None:
+        """New weights for a layer, so that at places with `patches` (N, I, K) it gives what is `wanted` (N, O)."""
+        old = flat_weight(module).flatten(1).double()
+        new = towards(patches.flatten(1).double(), wanted.double(), old.T)
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        weight.copy_(new.T.reshape(weight.shape))
 
 
 def survival(shares: Tensor) -> Tensor:

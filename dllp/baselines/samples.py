@@ -14,6 +14,10 @@ from dllp.baselines.protocol import Scene
 from dllp.slicing import Group
 
 PLACES = 10
+"""Looks at each image; a linear layer after pooling has one place only, and is looked at there as often."""
+RIDGE = 0.1
+"""Share of the mean square that is added to every one: channels that rise and fall together would otherwise get huge
+weights of both signs, which fine-tuning cannot undo."""
 """Places of each image that are looked at."""
 
 
@@ -42,26 +46,37 @@ def consumers(scene: Scene, group: Group) -> dict[str, Tensor]:
 def observe(network: nn.Module, names: Sequence[str], inputs: Tensor, seed: int = 0) -> dict[str, Sample]:
     """Run the network once and look at random places of the named layers; the same places for the same seed."""
     found: dict[str, Sample] = {}
+    rebuild(network, names, inputs, found.__setitem__, seed)
+    return found
 
-    def hook(name: str, module: nn.Module) -> Callable[..., None]:
-        def look(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+
+@torch.no_grad()
+def rebuild(
+    network: nn.Module, names: Sequence[str], inputs: Tensor, mend: Callable[[str, Sample], None], seed: int = 0
+) -> None:
+    """Run the network once; `mend` sees what each named layer reads and may change it before what follows reads it."""
+
+    def hook(name: str) -> Callable[..., Tensor]:
+        def look(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             generator = torch.Generator().manual_seed(seed)
-            found[name] = _look(module, args[0].detach(), output.detach(), generator)
+            mend(name, _look(module, args[0].detach(), output.detach(), generator))
+            mended: Tensor = module.forward(*args)
+            return mended
 
         return look
 
     was_training = network.training
     with ExitStack() as stack:
         for name in names:
-            module = network.get_submodule(name)
-            stack.callback(module.register_forward_hook(hook(name, module)).remove)
+            stack.callback(network.get_submodule(name).register_forward_hook(hook(name)).remove)
         network.eval()(inputs)
     network.train(was_training)
-    return found
 
 
 def _look(module: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator) -> Sample:
     if isinstance(module, nn.Linear):
+        if x.dim() == 2:
+            x, y = x.repeat_interleave(PLACES, 0), y.repeat_interleave(PLACES, 0)
         x, y = x.flatten(0, -2), y.flatten(0, -2)
         return Sample(x[:, :, None], y - (0 if module.bias is None else module.bias.detach()))
     if not isinstance(module, nn.Conv2d):
@@ -101,7 +116,7 @@ def flat_weight(module: nn.Module) -> Tensor:
     return weight.flatten(2) if weight.dim() > 2 else weight[:, :, None]
 
 
-def towards(matrix: Tensor, target: Tensor, start: Tensor, ridge: float = 1e-3) -> Tensor:
+def towards(matrix: Tensor, target: Tensor, start: Tensor, ridge: float = RIDGE) -> Tensor:
     """(N, p), (N, q) and (p, q) -> least squares of target on matrix, drawn to `start` where the data says little."""
     gram = matrix.T @ matrix
     gram.diagonal().add_(ridge * gram.diagonal().mean().clamp_min(1e-12))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dllp.baselines.protocol import Method, Published, Scene
-from dllp.baselines.samples import consumers, contributions, flat_weight, observe, towards
+from dllp.baselines.samples import Sample, consumers, contributions, flat_weight, observe, rebuild, towards
 from dllp.errors import DataError
 from dllp.slicing import Recipe
 
@@ -46,19 +46,23 @@ class ThiNet(Method):
         return removal_order(shares)
 
     def repair(self, small: nn.Module, recipe: Recipe, scene: Scene) -> None:
-        """Scale the kept channels in what reads them."""
+        """Fit what reads the kept channels, from input to output."""
         inputs, names = inputs_of(scene), rebuilt(scene, recipe)
         dense = observe(scene.network, list(names), inputs)
-        for name, kept_out in names.items():
-            module = small.get_submodule(name)
-            patches = observe(small, [name], inputs)[name].patches
-            weight = flat_weight(module)
-            places = torch.arange(len(patches), device=patches.device)
-            output = places % len(weight)  # one output for each place: every one is seen equally often
-            shares = (patches * weight[output]).sum(2).double()
-            wanted = dense[name].outputs[:, kept_out][places, output].double()[:, None]
-            scales = towards(shares, wanted, torch.ones(shares.shape[1], 1, dtype=shares.dtype, device=shares.device))
-            rescale(module, scales[:, 0])
+
+        def mend(name: str, seen: Sample) -> None:
+            self.fit(small.get_submodule(name), seen.patches, dense[name].outputs[:, names[name]])
+
+        rebuild(small, list(names), inputs, mend)
+
+    def fit(self, module: nn.Module, patches: Tensor, wanted: Tensor) -> None:
+        """Scale the inputs of a layer so that at places with `patches` (N, I, K) it gives what is `wanted` (N, O)."""
+        weight = flat_weight(module)
+        places = torch.arange(len(patches), device=patches.device)
+        output = places % len(weight)  # one output for each place: every one is seen equally often
+        shares = (patches * weight[output]).sum(2).double()
+        start = torch.ones(shares.shape[1], 1, dtype=shares.dtype, device=shares.device)
+        rescale(module, towards(shares, wanted[places, output].double()[:, None], start)[:, 0])
 
 
 def removal_order(shares: Tensor) -> Tensor:

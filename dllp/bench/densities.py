@@ -24,6 +24,8 @@ SHOWN = {"reference": "before", "l1": "kept", "l2": "kept", "dllp": "kept"}
 """The part of a row's weights that Figure 2 shows, by the beginning of the row's name."""
 LAYERED = "figure5"
 """The figure that shows layers, and all weights as they are before the cut."""
+COLUMNS = 4
+"""Panels of Figure 2 beside each other."""
 FIGURES = ("count", "near_zero", "kurtosis", "ks", "dip_p", "wasserstein")
 
 
@@ -102,31 +104,33 @@ def _cell(value: Any, form: str) -> str:
 
 
 def draw(path: Path, summary: Mapping[str, Any]) -> None:
-    """Figure 2: a panel for each row, whole networks. Figure 5: a panel for each row, its layers above each other."""
-    layered = summary["figure"] == LAYERED
-    with pictures.panels(path, len(summary["rows"])) as axes:
-        for axis, (name, row) in zip(axes, summary["rows"].items(), strict=True):
-            if layered:
-                layers = {k: v for k, v in row["densities"].items() if k != analysis.WHOLE}
-                for shift, (layer, density) in enumerate(layers.items()):
-                    _curve(axis, density[row["part"]], density["limit"], label=layer, order=shift)
-                axis.legend(frameon=False, fontsize=6)
-            else:
-                density = row["densities"][analysis.WHOLE]
-                _curve(axis, density[row["part"]], density["limit"])
-            axis.set_title(f"{name} ({'before the cut' if layered else row['part']})", fontsize=9)
+    """Figure 2: a panel for each row, whole networks. Figure 5: a line of panels for each row, one for each layer."""
+    layered, rows = summary["figure"] == LAYERED, summary["rows"]
+    shown = {
+        (name, part): density
+        for name, row in rows.items()
+        for part, density in row["densities"].items()
+        if (part != analysis.WHOLE) == layered
+    }
+    columns = len(shown) // len(rows) if layered else COLUMNS
+    with pictures.panels(path, len(shown), columns) as axes:
+        for axis, ((name, part), density) in zip(axes, shown.items(), strict=True):
+            _curve(axis, density[rows[name]["part"]], density["limit"])
+            axis.set_title(f"{name}, {part}, before the cut" if layered else f"{name} ({rows[name]['part']})", fontsize=9)
             axis.set_xlabel("weight" if layered else "weight (standard deviations)")
             axis.set_ylabel("density")
+            axis.locator_params(axis="x", nbins=5)
 
 
-def _curve(axis: Any, values: Sequence[float], limit: float, label: str | None = None, order: int = 0) -> None:
-    """A density without its middle bin, which becomes a circle on the axis of zero: the larger, the more weights."""
+def _curve(axis: Any, values: Sequence[float], limit: float) -> None:
+    """A density without its middle bin, which becomes a circle of as much area as it has weights, at its own height
+    or on top of the others.
+    """
     middle, half = len(values) // 2, limit / len(values)
     centres = np.linspace(-limit + half, limit - half, len(values))
     around = np.array(values, dtype=float)
     peak = float(around[middle])
     around[middle] = np.nan
-    (line,) = axis.plot(centres, around, linewidth=0.9, label=label)
+    (line,) = axis.plot(centres, around, linewidth=0.9)
     height = float(np.nanmax(around)) if len(values) > 1 else 0.0
-    size = 20 + 200 * peak / (peak + max(height, 1e-12))
-    axis.scatter([0], [min(peak, height)], s=size, alpha=0.5, color=line.get_color(), zorder=3 + order)
+    axis.scatter([0], [min(peak, height)], s=10 + 500 * peak * 2 * half, alpha=0.5, color=line.get_color(), zorder=3)

@@ -22,14 +22,20 @@ def installed() -> bool:
 
 
 @contextmanager
-def panels(path: Path, count: int) -> Iterator[list[Any]]:
-    """`count` axes side by side; when the block ends they are written as an SVG file that only its content decides."""
+def panels(path: Path, count: int, columns: int | None = None) -> Iterator[list[Any]]:
+    """`count` axes, side by side or in rows of so many columns; when the block ends they are written as an SVG file
+    that only its content decides.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(PANEL[0] * count, PANEL[1]), layout="constrained")
-    axes = figure.subplots(1, count, squeeze=False)[0]
-    yield list(axes)
+    columns = columns or count
+    rows = -(-count // columns)
+    figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for unused in axes[count:]:
+        unused.remove()
+    yield list(axes[:count])
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "dllp", "svg.fonttype": "none"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})

@@ -13,14 +13,21 @@ WEIGHT: dict[str, Any] = dict(
 )
 PEAK_LR = {"resnet20": 0.4, "resnet50": 0.2, "resnet56": 0.4, "vgg11_bn": 0.2, "vgg16_bn": 0.2}
 
-TUNED = {
+_STRENGTHS = {
     "deephoyer": "strength=1e-05",
-    "magnitude-l1": "strength=0.0001",
+    "magnitude-l1": "strength=3e-05",
     "polarization": "strength=3e-05",
     "slimming": "strength=1e-05",
     "sss": "strength=1e-06",
 }
-"""Hyperparameters of other methods that were chosen on ResNet-20 and held-out images (results/tuning)."""
+TUNED = {"resnet56": _STRENGTHS, "vgg16_bn": _STRENGTHS}
+"""Hyperparameters of other methods by network, chosen on held-out images, most on ResNet-20 (results/tuning)."""
+
+
+def tuned(method: str, network: str) -> str:
+    """The name of a method with the hyperparameters that were chosen for it, where any were."""
+    chosen = TUNED.get(network, {}).get(method)
+    return f"{method}:{chosen}" if chosen else method
 
 
 def recipe(network: str, granularity: str, **changes: Any) -> Config:

@@ -8,7 +8,7 @@ from typing import Any
 from dllp.baselines import METHODS, Method
 from dllp.bench.jobs import Job
 from dllp.bench.plans import FIVE, THREE, Quoted, Row, Table
-from dllp.bench.recipes import TUNED
+from dllp.bench.recipes import tuned
 from dllp.errors import ConfigError
 
 
@@ -41,21 +41,15 @@ def _baselines(network: str, removed: str) -> list[Row]:
 
     More seeds, for the best of them, are an option of the command.
     """
-    rows = [_baseline(method, network, removed) for method in METHODS.values()]
-    return [replace(row, job=replace(row.job, baseline=tuned(row.job.baseline))) for row in rows]
+    return [_baseline(method, network, removed) for method in METHODS.values()]
 
 
 def _baseline(method: Method, network: str, removed: str) -> Row:
     published = next((figure for figure in method.published if figure.network == network), None)
     percent = removed if published is None else f"{published.removed:g}"
-    job = Job(network, "baseline", method.granularity, kept(percent), baseline=method.name, finetune=30)
+    job = Job(network, "baseline", method.granularity, kept(percent), baseline=tuned(method.name, network), finetune=30)
     wanted = () if published is None else (("published", published.drop),)
     return Row(f"tuned-{method.name}-{percent}", job, (0,), wanted)
-
-
-def tuned(name: str) -> str:
-    """A method with the hyperparameters that were chosen for it, where any were."""
-    return f"{name}:{TUNED[name]}" if name in TUNED else name
 
 
 def kept(removed: str) -> float:
@@ -186,24 +180,16 @@ def _reliability() -> Table:
 
 # ---- distribution: Section 3.1.2, Figures 2 and 5
 
-WEAKER = {"80": 0.015, "90": 0.02}
-"""Percent removed -> a beta with a weaker prior, guessed from runs of a small network (docs/method/distribution)."""
-
 
 def _distribution_rows() -> list[Row]:
-    """VGG-11 whole, and pruned to a fifth and a tenth of its weights, before any fine-tuning; one seed.
-
-    DLLP by the paper's beta, and by one with a weaker prior.
-    """
+    """VGG-11 whole, and pruned to a fifth and a tenth of its weights, before any fine-tuning; one seed."""
     rows = [Row("reference", Job("vgg11_bn", "dense", "weight", changes={"weight_decay": 5e-4}), (0,))]
     for percent in ("80", "90"):
         fewer = {"keep_flops": None, "keep_params": kept(percent)}
         for name in ("l1", "l2"):
             job = Job("vgg11_bn", "baseline", "weight", baseline=f"magnitude-{name}", changes=fewer)
             rows.append(Row(f"{name}-{percent}", job, (0,)))
-        for name, beta in (("", {}), ("-weaker", {"beta": WEAKER[percent]})):
-            job = Job("vgg11_bn", "dllp", "weight", changes=fewer | beta)
-            rows.append(Row(f"dllp-{percent}{name}", job, (0,)))
+        rows.append(Row(f"dllp-{percent}", Job("vgg11_bn", "dllp", "weight", changes=fewer), (0,)))
     return rows
 
 
