@@ -116,7 +116,8 @@ def draw(path: Path, summary: Mapping[str, Any]) -> None:
     with pictures.panels(path, len(shown), columns) as axes:
         for axis, ((name, part), density) in zip(axes, shown.items(), strict=True):
             _curve(axis, density[rows[name]["part"]], density["limit"])
-            axis.set_title(f"{name}, {part}, before the cut" if layered else f"{name} ({rows[name]['part']})", fontsize=9)
+            title = f"{name}, {part}, before the cut" if layered else f"{name} ({rows[name]['part']})"
+            axis.set_title(title, fontsize=9)
             axis.set_xlabel("weight" if layered else "weight (standard deviations)")
             axis.set_ylabel("density")
             axis.locator_params(axis="x", nbins=5)
