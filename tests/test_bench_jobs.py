@@ -133,7 +133,9 @@ def test_settings_reach_the_jobs_that_have_them() -> None:
     assert slimming.dense == fpgm.dense, "the dense network has no strength"
     again = table.set({"strength": 1e-3}).set({"strength": 1e-4})
     both = {row.name: row.job for row in again.rows}
-    assert find(both["tuned-slimming-48"].baseline) == Slimming(strength=1e-4)
+    assert both["tuned-slimming-48"].baseline == "slimming:strength=0.0001", "the last one counts, and stands alone"
+    fewer = {row.name: row.job for row in table.set({"least": 0.1}).rows}
+    assert find(fewer["tuned-slimming-48"].baseline) == Slimming(strength=1e-5, least=0.1)
     variant = Variant(30, 5000, given)
     assert (
         variant.suffix == "-validation5000-epochs30-strength-1e_05-network-resnet20-slab_bounds-1.0_30.0-prior-laplace"

@@ -132,7 +132,9 @@ def _with(job: Job, name: str, value: Any) -> Job | None:
     if name in OF_CONFIG:
         return replace(job, changes={**job.changes, name: value})
     if job.baseline and name in hyperparameters(find(job.baseline)):
-        return replace(job, baseline=f"{job.baseline}{',' if ':' in job.baseline else ':'}{name}={value}")
+        method, _, text = job.baseline.partition(":")
+        values = dict(pair.split("=") for pair in text.split(",") if pair) | {name: value}
+        return replace(job, baseline=f"{method}:{','.join(f'{name}={value}' for name, value in values.items())}")
     return None
 
 
