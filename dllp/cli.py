@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,10 +28,14 @@ from dllp.task import DENSE_FILE, SETTINGS, Task, as_trained, described, disk, o
 
 STUDYING = {"analyze": studying.analyze, "methods": studying.methods}
 SHIPPING = {"export": shipping.export, "speed": shipping.speed, "report": reporting.write}
+UNHEARD = 141
+"""Exit code, as shells give it, of a command whose reader left before it had said all, such as `| head`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns 0, or 2 for bad input (one line on standard error), or 130 and 143 after a signal.
+
+    141 means that nobody read its output any more.
 
     Of several processes under torchrun the first speaks for all.
     """
@@ -41,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command, given = options.parse(sys.argv[1:] if argv is None else argv)
         {"prune": pruning.prune, "evaluate": _evaluate, "bench": _bench, **STUDYING, **SHIPPING}[command](given)
+        sys.stdout.flush()
         return 0
     except KeyboardInterrupt as error:
         kept = KEPT if command == "bench" else "nothing was written"
@@ -57,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError as error:
         return _complain(_with_notes("out of memory", error))
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and error.filename is None and not _notes(error):
+            return _unheard()
         return _complain(_with_notes(f"{error.filename or 'output'}: {error.strerror or error}", error))
 
 
@@ -129,6 +137,12 @@ def _notes(error: BaseException) -> str:
 
 def _with_notes(text: str, error: BaseException) -> str:
     return "; ".join(filter(None, (f"error: {text}", _notes(error))))
+
+
+def _unheard() -> int:
+    """Nobody is left to be told anything; what is still held back goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return UNHEARD
 
 
 def _complain(text: str, code: int = 2) -> int:

@@ -42,6 +42,17 @@ def test_a_pipe_that_nobody_reads_any_more_is_one_line(tmp_path: Path) -> None:
     reader.join(30)
 
 
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_a_reader_that_leaves_early_is_no_error(buffered: str) -> None:
+    command = [sys.executable, "-m", "dllp", "bench", "table1", "--list"]
+    ours, theirs = os.pipe()
+    os.close(ours)  # as `| head` has left when more is said than it wants
+    environment = {**ENVIRONMENT, "PYTHONUNBUFFERED": buffered}
+    left = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    os.close(theirs)
+    assert (left.returncode, left.stderr) == (141, "")
+
+
 def test_the_file_behind_a_link_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere, link = tmp_path / "elsewhere", tmp_path / "here" / "link"
     elsewhere.mkdir()
