@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command, given = options.parse(sys.argv[1:] if argv is None else argv)
         {"prune": pruning.prune, "evaluate": _evaluate, "bench": _bench, **STUDYING, **SHIPPING}[command](given)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as it is where a shell has closed it
+            sys.stdout.flush()
         return 0
     except KeyboardInterrupt as error:
         kept = KEPT if command == "bench" else "nothing was written"

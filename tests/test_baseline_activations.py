@@ -42,6 +42,14 @@ def test_what_follows_reads_what_was_mended() -> None:
     assert torch.equal(means["1"], torch.zeros(4, dtype=torch.float64))
 
 
+def test_a_layer_that_is_called_twice_is_looked_at_once() -> None:
+    layer = nn.Linear(3, 3).double()
+    x, seen = normal(4, 3), []
+    samples.rebuild(nn.Sequential(layer, nn.ReLU(), layer), ["0"], x, lambda name, sample: seen.append(sample))
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0].patches[::10, :, 0], x)
+
+
 def test_channels_that_go_together_get_no_huge_scales() -> None:
     """A pooled layer of a trained network: few images, outputs that nearly every channel tells."""
     shared = normal(50, 3)

@@ -18,7 +18,6 @@ PLACES = 10
 RIDGE = 0.1
 """Share of the mean square that is added to every one: channels that rise and fall together would otherwise get huge
 weights of both signs, which fine-tuning cannot undo."""
-"""Places of each image that are looked at."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,17 @@ def observe(network: nn.Module, names: Sequence[str], inputs: Tensor, seed: int 
 def rebuild(
     network: nn.Module, names: Sequence[str], inputs: Tensor, mend: Callable[[str, Sample], None], seed: int = 0
 ) -> None:
-    """Run the network once; `mend` sees what each named layer reads and may change it before what follows reads it."""
+    """Run the network once; `mend` sees what each named layer reads and may change it before what follows reads it.
+
+    A layer that is called several times is looked at the first time.
+    """
+    seen: set[str] = set()
 
     def hook(name: str) -> Callable[..., Tensor]:
         def look(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            if name in seen:
+                return output
+            seen.add(name)
             generator = torch.Generator().manual_seed(seed)
             mend(name, _look(module, args[0].detach(), output.detach(), generator))
             mended: Tensor = module.forward(*args)
