@@ -90,6 +90,12 @@ class Belief:
         slab, spike = priors.precision_parts(*self.prior)
         return self.strength * slab / scales.count, self.strength * spike / scales.count
 
+    def slab_shrinkage(self) -> Tensor:
+        """(n, U): beta lambda^2 / (n N), what remains of the prior once the spike is gone (Section 2)."""
+        scales = self._gating.scales
+        precision = scales.spread(2 * self.log_slab).exp() / scales.count
+        return self.config.beta * self.strength / self.place.particles * precision
+
     def gate_gradient(self, z: Tensor, through: Tensor, temperature: Tensor, ramp: Tensor) -> None:
         """Set the logits' gradient from the loss's gradient in the sampled gates (n, U), the prior and the budget."""
         self.logits.grad = self.d_logits

@@ -74,6 +74,8 @@ class Config:
         slab: Initial root precision of the slab, learned per module within `slab_bounds`.
         slab_bounds: Bounds of the learned slab precision; they keep joint MAP of weights and slab bounded. By default
             they hold `slab` and end at `epsilon`.
+        slab_decay: Once gates are discrete, shrink what they ruled as the slab does, by beta slab^2 / (particles N)
+            with the slab that each module has learned, instead of by `weight_decay`.
         prior_strength: `bayes` weighs the prior by 1/N, `tempered` by 1/max(N, gated weights).
         sparsity: Without a budget: strength of the hyperprior -sparsity * cost/dense on the gates.
         lr: Peak learning rate; `lr_end` closes the cosine, after `warmup` epochs of linear rise.
@@ -127,6 +129,7 @@ class Config:
     epsilon: float | None = None
     slab: float = 20.0
     slab_bounds: tuple[float, float] | None = None
+    slab_decay: bool = False
     prior_strength: Literal["bayes", "tempered"] = "bayes"
     sparsity: float | None = None
 
@@ -194,6 +197,8 @@ class Config:
             value = getattr(self, name)
             if isinstance(value, (int, float)) and not _storable(value):
                 raise ConfigError(f"{name} = {value}: a finite number of 64 bits is needed")
+        if self.slab_decay and self.prior != SPIKE_AND_SLAB:
+            raise ConfigError(f"slab_decay = true needs a slab: prior = {self.prior} has none, leave one of both out")
         if self.task == "regression" and self.likelihood == "categorical":
             raise ConfigError("likelihood = categorical needs task = classification: use gaussian for regression")
 

@@ -144,12 +144,24 @@ class Reference:
         phi = self.direction(scores)
         for i, p in enumerate(self.p):
             for k, name in enumerate(p):
-                decay = 0.0 if phase != "discrete" and name in SCALES[c.granularity] else c.weight_decay
-                step = tasks[i][k] - c.beta * phi[i][k] + decay * p[name]  # type: ignore[operator]
+                ruled = name in SCALES[c.granularity]
+                shrinkage = 0.0 if phase != "discrete" and ruled else c.weight_decay * p[name]  # type: ignore[operator]
+                if phase == "discrete" and ruled and c.slab_decay:
+                    shrinkage = self.slab_pull(i)[name]
+                step = tasks[i][k] - c.beta * phi[i][k] + shrinkage
                 if self.masks is not None:
                     step = step * self.masks[i][name]
                 self.velocity[i][name] = c.momentum * self.velocity[i][name] + step
                 p[name] = p[name] - lr * (step + c.momentum * self.velocity[i][name])
+
+    def slab_pull(self, i: int) -> dict[str, Tensor]:
+        """Gradient of the slab's -log N(scale; 0, 1 / lambda^2), as one of n particles has it, times beta / N."""
+        c, p = self.config, {k: v.clone().requires_grad_() for k, v in self.p[i].items()}
+        lam = self.log_slab[i].detach().exp().repeat_interleave(torch.tensor(self.lengths))
+        energy = -Normal(torch.zeros_like(lam), 1 / lam).log_prob(scales_of(p, c.granularity)).sum()
+        ruled = SCALES[c.granularity]
+        pulls = torch.autograd.grad(energy, [p[name] for name in ruled])
+        return {name: c.beta * self.strength / self.n * pull for name, pull in zip(ruled, pulls, strict=True)}
 
     def direction(self, scores: list[list[Tensor]]) -> list[list[Tensor]]:
         """Equation 14 in each block."""

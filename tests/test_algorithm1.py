@@ -127,6 +127,14 @@ def test_sliced_training_equals_masked_training(likelihood: str, granularity: st
         torch.testing.assert_close(copy.deepcopy(part.network).eval()(x), expected, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("strength", ["bayes", "tempered"])
+@pytest.mark.parametrize("granularity", ["channel", "weight"])
+def test_the_slab_alone_remains_of_the_prior(granularity: str, strength: str) -> None:
+    """After the decision beta lambda^2 / (n N) for each module where gates ruled, and weight decay elsewhere."""
+    options: dict[str, Any] = dict(particles=2, granularity=granularity, weight_decay=0.02, prior_strength=strength)
+    compare(tiny_config(**options, slab_decay=True, **PHASES["all"]), 2, steps=10)
+
+
 @pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
 @pytest.mark.parametrize("lane", [2, 3, 8])
 def test_widths_padded_for_the_device_change_nothing(likelihood: str, lane: int) -> None:

@@ -81,6 +81,7 @@ def test_mistakes(values: dict[str, Any], words: str) -> None:
         ({"weight_decay": -1.0}, "weight_decay"),
         ({"sparsity": NAN}, "sparsity"),
         ({"slab_bounds": (30.0, 0.3)}, "slab_bounds"),
+        ({"slab_decay": True, "prior": "laplace"}, "slab_decay = true needs a slab: prior = laplace has none"),
     ],
 )
 def test_mistakes_that_pass_today(values: dict[str, Any], words: str) -> None:

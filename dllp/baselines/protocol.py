@@ -131,7 +131,7 @@ class Method:
 
     def refuse_priors(self, given: Mapping[str, Any]) -> None:
         """Raise where a setting of DLLP's prior departs from its default: it would change nothing here."""
-        for name in ("prior", "prior_scale", "polarization"):
+        for name in ("prior", "prior_scale", "polarization", "slab_decay"):
             default = getattr(Config, name)
             if given.get(name, default) != default:
                 raise ConfigError(

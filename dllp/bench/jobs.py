@@ -42,7 +42,8 @@ FLOPS_OF = {"dense": "the dense network", "channel": "the extracted network", "w
 MACHINE = ("device", "precision", "engine", "deterministic", "parallel", "recompute")
 """Fields of Config that say how something is computed, not what."""
 LATER: dict[str, Any] = {"prior": "spike_and_slab", "prior_scale": 0.05, "polarization": 1.2, "noise": "constant",
-                         "sync_batch_norm": False, "accumulate": 1, "draw_gates": True}  # fmt: skip
+                         "sync_batch_norm": False, "accumulate": 1, "draw_gates": True,
+                         "slab_decay": False}  # fmt: skip
 """Fields that Config gained after results were published, with the value that means "as before": what has this value
 is left out of digests, so that those results keep their names."""
 
