@@ -90,8 +90,26 @@ class Belief:
         slab, spike = priors.precision_parts(*self.prior)
         return self.strength * slab / scales.count, self.strength * spike / scales.count
 
+    def shrinkage(self, rows: Tensor) -> tuple[Tensor, float]:
+        """`decayed` and `decay` of :func:`dllp.update.update_rows`: a weight has one shrinkage at a time (Section 2).
+
+        Weight decay acts where no prior does: until the gates are discrete not on what they rule, then everywhere, or
+        there the slab's own.
+        """
+        decay, everywhere = self.config.weight_decay or 0.0, torch.ones_like(rows[0], dtype=torch.bool)
+        if self.gating is None:
+            return everywhere, decay
+        at = self.gating.scales.coordinates
+        if self.keep is None:
+            everywhere[at.flatten()] = False
+        elif self.config.slab_decay:
+            each = torch.full_like(rows, decay)
+            each[:, at] = self.slab_shrinkage()[..., None].expand(-1, *at.shape)
+            return each, 1.0
+        return everywhere, decay
+
     def slab_shrinkage(self) -> Tensor:
-        """(n, U): beta lambda^2 / (n N), what remains of the prior once the spike is gone (Section 2)."""
+        """(n, U): beta lambda^2 / (n N), what remains of the prior once the spike is gone."""
         scales = self._gating.scales
         precision = scales.spread(2 * self.log_slab).exp() / scales.count
         return self.config.beta * self.strength / self.place.particles * precision

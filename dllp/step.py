@@ -70,7 +70,7 @@ class Step:
         # masks of P or n P are kept in bytes: they are read in every step beside the weights themselves
         self.learnable = particles.layout.learnable(particles.networks[0]).to(device)
         self.moving = self.learnable.expand(len(rows), -1)  # (n, P): False where a weight stands still
-        self.decayed, self.decay = self._shrinkage()
+        self.decayed, self.decay = self.belief.shrinkage(rows)
         # side by side particles are faster and need the memory of all: not where memory is what matters
         aside = device.type == "cuda" and len(rows) > 1 and config.accumulate == 1 and not config.recompute
         self.streams = [torch.cuda.Stream(device) for _ in rows] if aside else []
@@ -112,24 +112,6 @@ class Step:
         self.lr, self.tau, self.ramp = lr, tau, ramp
         self.knobs.copy_(torch.tensor([lr, tau, ramp], dtype=self.knobs.dtype), non_blocking=True)
 
-    def _shrinkage(self) -> tuple[Tensor, float]:
-        """`decayed` and `decay` of :func:`dllp.update.update_rows`: a weight has one shrinkage at a time (Section 2).
-
-        Weight decay acts where no prior does: until the gates are discrete not on what they rule, then everywhere, or
-        there the slab's own.
-        """
-        decay, everywhere = self.config.weight_decay or 0.0, torch.ones_like(self.learnable)
-        if self.gating is None:
-            return everywhere, decay
-        at = self.gating.scales.coordinates
-        if self.belief.keep is None:
-            everywhere[at.flatten()] = False
-        elif self.config.slab_decay:
-            shrinkage = torch.full_like(self.particles.rows, decay)
-            shrinkage[:, at] = self.belief.slab_shrinkage()[..., None].expand(-1, *at.shape)
-            return shrinkage, 1.0
-        return everywhere, decay
-
     # ---- from soft gates to discrete ones
 
     def discretise(self, gating: ChannelGating | WeightGating) -> None:
@@ -144,7 +126,7 @@ class Step:
         moving = [gating.slab_coordinates(network, particles.layout, row) for network, row in pairs]
         self.moving = torch.stack(moving).to(particles.device) & self.learnable
         self.momentum *= self.moving
-        self.decayed, self.decay = self._shrinkage()
+        self.decayed, self.decay = self.belief.shrinkage(particles.rows)
         if isinstance(gating, ChannelGating):
             self._slice(gating, keep)
 
