@@ -20,7 +20,16 @@ _STRENGTHS = {
     "slimming": "strength=1e-05",
     "sss": "strength=1e-06",
 }
-TUNED = {"resnet56": _STRENGTHS, "vgg16_bn": _STRENGTHS}
+TUNED = {
+    "resnet56": _STRENGTHS,
+    "vgg16_bn": {
+        "deephoyer": "strength=1e-05,least=0.3",
+        "magnitude-l1": "strength=1e-05",
+        "polarization": "strength=3e-05,least=0.2",
+        "slimming": "strength=1e-05,least=0.2",
+        "sss": "strength=1e-06,least=0.3",
+    },
+}
 """Hyperparameters of other methods by network, chosen on held-out images, most on ResNet-20 (results/tuning)."""
 
 
