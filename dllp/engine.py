@@ -79,11 +79,14 @@ class Capture:
         graph, static_x, static_y = torch.cuda.CUDAGraph(), x.clone(), y.clone()
         graph.register_generator_state(self.generator)
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
                 self.step(static_x, static_y)
         except RuntimeError as error:
             self.enabled = False
             self.state = f"eager ({str(error).splitlines()[0]})"
+            # a capture that CUDA has broken off stays open for its generators: same numbers, states that know of none
+            for generator in (self.generator, torch.cuda.default_generators[x.device.index]):
+                generator.graphsafe_set_state(generator.clone_state())
             return False
         self.graphs[key] = (graph, static_x, static_y)
         self.state = "graph"

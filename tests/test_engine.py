@@ -224,16 +224,34 @@ def test_a_new_phase_gives_back_the_memory_of_the_last() -> None:
 @cuda
 @pytest.mark.filterwarnings("default")
 def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why() -> None:
-    """Reading a value back to the host is forbidden during capture; no step may be lost or done twice."""
-    total = torch.zeros(1, device="cuda")
+    """Reading a value back to the host is forbidden during capture; no step may be lost or done twice.
 
-    def step(x: Tensor, y: Tensor) -> None:
-        if float(x.sum()) > -1:
-            total.add_(1)
+    Nor a random number, of the step's generator or of PyTorch's own; and what comes next may be captured again.
+    """
+    home = torch.cuda.current_stream()
 
-    capture = Capture(step, torch.Generator("cuda"), enabled=True)
-    x, y = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
-    for _ in range(WARMUP + 4):
-        capture(x, y, key="open")
-    torch.cuda.synchronize()
-    assert capture.state.startswith("eager (") and float(total) == WARMUP + 4
+    def run(reads_back: bool, enabled: bool) -> tuple[Capture, list[list[float]]]:
+        total, generator = torch.zeros(1, device="cuda"), torch.Generator("cuda").manual_seed(0)
+        drawn = torch.zeros(8, device="cuda")
+        torch.cuda.manual_seed(1)
+
+        def step(x: Tensor, y: Tensor) -> None:
+            drawn[:4] = torch.rand(4, generator=generator, device="cuda")
+            drawn[4:] = nn.functional.dropout(x, 0.5) * torch.rand(4, device="cuda")
+            if not reads_back or float(x.sum()) > -1:
+                total.add_(1)
+
+        capture = Capture(step, generator, enabled=enabled)
+        x, y, seen = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda"), []
+        for _ in range(WARMUP + 4):
+            capture(x, y, key="open")
+            seen.append(drawn.tolist())
+        assert float(total) == WARMUP + 4
+        assert torch.cuda.current_stream() == home
+        return capture, seen
+
+    _, expected = run(reads_back=True, enabled=False)
+    broken, found = run(reads_back=True, enabled=True)
+    assert broken.state.startswith("eager (") and found == expected
+    captured, again = run(reads_back=False, enabled=True)
+    assert captured.state == "graph" and len({tuple(values) for values in again}) == WARMUP + 4
