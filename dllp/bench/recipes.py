@@ -30,7 +30,7 @@ TUNED = {
         "sss": "strength=1e-06,least=0.3",
     },
 }
-"""Hyperparameters of other methods by network, chosen on held-out images: strengths on ResNet-20, but l1's (results/tuning)."""
+"""Hyperparameters of other methods by network, chosen on held-out images (results/tuning)."""
 
 
 def tuned(method: str, network: str) -> str:
