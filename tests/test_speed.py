@@ -105,6 +105,16 @@ def test_round_to_one_adds_nothing(result: dllp.Result) -> None:
         speed.subjects(result, SHAPE, round_to=0)
 
 
+def test_flops_are_those_of_the_shape(result: dllp.Result) -> None:
+    """Those of the run for its own inputs; four times a convolution's for twice the sides, the head's once."""
+    dense, pruned = speed.subjects(result, SHAPE, round_to=1)
+    assert (dense.macs, pruned.macs) == (result.dense.macs, result.sizes[0].macs)
+    larger = speed.subjects(result, (1, 16, 16), round_to=1)
+    for before, after in zip((dense, pruned), larger, strict=True):
+        head = sum(m.weight.numel() for m in before.network.modules() if isinstance(m, torch.nn.Linear))
+        assert after.macs - head == 4 * (before.macs - head)
+
+
 def test_threads_come_back(result: dllp.Result) -> None:
     before = torch.get_num_threads()
     dense = speed.subjects(result, SHAPE, round_to=1)[:1]

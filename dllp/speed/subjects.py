@@ -19,14 +19,14 @@ def subjects(result: Result, shape: tuple[int, ...], *, particle: int = 0, round
     if not 0 <= particle < len(result.slabs):
         raise ConfigError(f"there is no particle {particle + 1}: the run has {len(result.slabs)}")
     slab = result.slabs[particle]
-    found = [Subject(DENSE, slab.reference, result.dense.macs)]
-    if not slab.recipe:
-        return [*found, Subject(PRUNED, slab.network, result.dense.macs)]
-    return [
-        *found,
-        Subject(PRUNED, slab.network, result.sizes[particle].macs),
-        *multiples(slab.reference, slab.recipe, shape, round_to, chosen_again(result.whole)),
+    # counted here: inputs of another shape than the run's cost something else
+    both = [
+        Subject(name, network, discover(network, inputs(2, shape), channels=False).flops.dense)
+        for name, network in ((DENSE, slab.reference), (PRUNED, slab.network))
     ]
+    if not slab.recipe:
+        return both
+    return [*both, *multiples(slab.reference, slab.recipe, shape, round_to, chosen_again(result.whole))]
 
 
 def multiples(
