@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import dllp
 from dllp import fusion, zoo
@@ -255,3 +256,34 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why() -> None:
     assert broken.state.startswith("eager (") and found == expected
     captured, again = run(reads_back=False, enabled=True)
     assert captured.state == "graph" and len({tuple(values) for values in again}) == WARMUP + 4
+
+
+class Reads(nn.Module):
+    """A layer that looks at its input on the host."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if float(x.detach().abs().max()) > 0 else x + 1
+
+
+@cuda
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("granularity", ["channel", "weight"])
+@pytest.mark.parametrize(("layer", "engine"), [(nn.Identity, "graph"), (Reads, "eager (")])
+def test_runs_with_dropout_and_a_shorter_last_batch_are_those_of_the_eager_engine(
+    exact: None, monkeypatch: pytest.MonkeyPatch, layer: type[nn.Module], engine: str, granularity: str
+) -> None:
+    """Captured, each size of a batch for itself, or begun to be and given up: the same weights to the bit."""
+    monkeypatch.setattr(fusion, "available", lambda: False)
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), layer(), nn.Conv2d(8, 6, 3), nn.ReLU(), nn.Dropout(0.4)]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3))
+    loader = DataLoader(TensorDataset(torch.randn(44, 3, 8, 8), torch.arange(44) % 3), batch_size=16)
+    settings = dict(device="cuda", epochs=20, keep_flops=0.6, warmup=0, deterministic=True, granularity=granularity)
+    expected, found = (
+        dllp.prune(model, loader, Config(engine=name, **settings))
+        for name in ("eager", "graph")  # type: ignore[arg-type]
+    )
+    assert found.history[-1]["engine"].startswith(engine) and expected.history[-1]["engine"] == "eager"
+    for ours, theirs in zip(found.slabs, expected.slabs, strict=True):
+        pairs = zip(ours.network.parameters(), theirs.network.parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
