@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from dllp import distribution
 from dllp.errors import ArtifactError, ConfigError
@@ -72,9 +72,12 @@ def _brief(kept: Array) -> dict[str, Any]:
 
 
 def weights(network: nn.Module) -> dict[str, Array]:
-    """The weights (m,) of every convolution and linear module."""
-    modules = ((name, module) for name, module in network.named_modules() if isinstance(module, KINDS))
-    return {name: module.weight.detach().double().cpu().numpy().ravel() for name, module in modules}
+    """The weights (m,) of every convolution and linear module; those that several share count once."""
+    names: dict[Tensor, str] = {}
+    for name, module in network.named_modules():
+        if isinstance(module, KINDS):
+            names.setdefault(module.weight, name)
+    return {name: weight.detach().double().cpu().numpy().ravel() for weight, name in names.items()}
 
 
 def split(slab: Slab) -> dict[str, dict[str, Array]]:
@@ -86,7 +89,12 @@ def split(slab: Slab) -> dict[str, dict[str, Array]]:
         return {name: _parts(before[name], after[name][mask], mask) for name, mask in masks.items()}
     layout = Layout(slab.reference)
     coordinates = kept_coordinates(slab.reference, layout, slab.recipe)
-    masks = {name: layout.segments[f"{name}.weight"].view(coordinates).numpy().ravel() for name in before}
+    masks = {
+        # a weight that is computed from others has no place in a row: its layer is kept whole
+        name: segment.view(coordinates).numpy().ravel() if segment else np.ones(len(values), dtype=bool)
+        for name, values in before.items()
+        for segment in [layout.segments.get(f"{name}.weight")]
+    }
     return {name: _parts(before[name], after[name], mask) for name, mask in masks.items()}
 
 

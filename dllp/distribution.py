@@ -27,6 +27,8 @@ FEWEST = 30
 """Fewer weights than this are not described: every figure would be noise."""
 SAMPLE, DIP_SAMPLE = 100_000, 5_000
 """Weights that distances and fits look at, and the dip test, whose power grows with their number."""
+HEAVIEST = 1e8
+"""Largest shape / scale, in median excesses, at which a heavy tail is looked for: 2^shape - 1, a shape of 26."""
 KS_POINTS = 10_000
 """Order statistics at which distribution functions are compared: between two of them lie 1e-4 of the weights."""
 
@@ -74,12 +76,13 @@ class Shape:
 def describe(weights: ArrayLike, reference: ArrayLike | None = None, *, fits: bool = True) -> Shape | None:
     """(m,) -> every figure of a set of weights; None for fewer than 30, or for weights that are all the same.
 
-    Distances and fits are taken on 100,000 of them, the dip on 5,000, drawn with a fixed seed.
+    Distances and fits are taken on 100,000 of them, the dip on 5,000, drawn with a fixed seed. "The same" is said of
+    what was drawn.
     """
     w = _flat(weights)
-    if len(w) < FEWEST or not w.std() > 0:
-        return None
     some = thinned(w, SAMPLE)
+    if len(w) < FEWEST or not np.ptp(some) > 0:
+        return None
     statistic, p_value = dip(w)
     other = None if reference is None else _flat(reference)
     laws: dict[str, Callable[[Array], Fit]] = {
@@ -97,7 +100,7 @@ def describe(weights: ArrayLike, reference: ArrayLike | None = None, *, fits: bo
         ks=gaussian_distance(some),
         dip=statistic,
         dip_p=p_value,
-        wasserstein=None if other is None or len(other) < FEWEST or not other.std() > 0 else wasserstein(some, other),
+        wasserstein=None if other is None or len(other) < FEWEST or not np.ptp(other) > 0 else wasserstein(some, other),
         fits={name: law(magnitudes) for name, law in laws.items()} if fits and np.ptp(magnitudes) > 0 else {},
     )
 
@@ -148,7 +151,8 @@ def amoroso(magnitudes: ArrayLike, power: float | None = None) -> Fit:
     """(m,) positive -> Amoroso(0, scale, alpha, power) by maximum likelihood, scipy's gengamma(alpha, power).
 
     Equation 7 has power 2 and scale sqrt(2) sigma: alpha = 1/2 is the half-normal law, n/2 the scaled chi of n degrees.
-    Magnitudes of Laplace weights have alpha = power = 1. Without `power` it is fitted, too.
+    Magnitudes of Laplace weights have alpha = power = 1. Without `power` it is fitted, too, between 0.05 and 20: beyond
+    0.05 the law only comes nearer to a lognormal one.
     """
     from scipy.special import gammainc
 
@@ -164,20 +168,21 @@ def pareto(magnitudes: ArrayLike) -> Fit:
     """(m,) positive -> the Pareto law k D^k / x^(k + 1) of equation 8 beyond D, the least: k = m / sum log(x / D)."""
     x = _positive(magnitudes)
     threshold = float(x.min())
-    k = 1 / float(np.log(x / threshold).mean())
-    log_likelihood = math.log(k / threshold) - (k + 1) / k
+    k = 1 / float((np.log(x) - math.log(threshold)).mean())
+    log_likelihood = math.log(k) - math.log(threshold) - (k + 1) / k
     return Fit({"k": k, "threshold": threshold}, log_likelihood, _ks(x, lambda v: 1 - (threshold / v) ** k))
 
 
 def generalised_pareto(magnitudes: ArrayLike) -> Fit:
     """(m,) positive -> the generalised Pareto law of what exceeds the least: shape 0 is exponential, below 0 it ends.
 
-    The likelihood is maximised along t = shape / scale, where shape(t) = mean log(1 + t x); below shape -1 it has no
-    maximum, so the search ends there.
+    The likelihood is maximised along t = shape / scale, where shape(t) = mean log(1 + t y) of the excess y; below shape
+    -1 it has no maximum, so the search ends there. Heavy tails lie at t of any size: there it is along log t.
     """
     x = _positive(magnitudes)
     threshold = float(x.min())
-    y = x - threshold
+    unit = float(np.median(x[x > threshold])) - threshold  # of the median excess: fits follow the scale of the weights
+    y = (x - threshold) / unit
     mean, most = float(y.mean()), float(y.max())
 
     def shape(t: float) -> float:
@@ -186,18 +191,23 @@ def generalised_pareto(magnitudes: ArrayLike) -> Fit:
     def scale(t: float) -> float:
         return shape(t) / t if abs(t) * mean > 1e-9 else mean
 
+    def loss(t: float) -> float:
+        return math.log(scale(t)) + shape(t) + 1
+
     lowest = -(1 - 1e-9) / most
     if shape(lowest) < -1:
         lowest = _root(lambda t: shape(t) + 1, lowest, 0.0)
-    best = _minimum(lambda t: math.log(scale(t)) + shape(t) + 1, lowest, 100 / mean)
+    light = _minimum(loss, lowest, 1.0)
+    heavy = _minimum(lambda t: loss(math.exp(t)), 0.0, math.log(HEAVIEST), math.exp)
+    best = min(light, heavy, key=loss)
     xi, sigma = shape(best), scale(best)
 
     def cdf(v: Array) -> Array:
-        y = v - threshold
+        y = (v - threshold) / unit
         return -np.expm1(-(np.log1p(best * y) / xi if abs(best) * mean > 1e-9 else y / sigma))
 
-    named = {"shape": xi, "scale": sigma, "threshold": threshold}
-    return Fit(named, -(math.log(sigma) + xi + 1), _ks(x, cdf))
+    named = {"shape": xi, "scale": sigma * unit, "threshold": threshold}
+    return Fit(named, -(math.log(sigma) + math.log(unit) + xi + 1), _ks(x, cdf))
 
 
 def _gamma_fit(x: Array, power: float) -> tuple[float, float, float]:
@@ -258,7 +268,7 @@ def density(weights: ArrayLike, limit: float, bins: int = 101) -> list[float]:
 def standardised(weights: ArrayLike) -> Array:
     """(m,) -> (m,): in units of the standard deviation; the mean stays, because zero is where pruning cuts."""
     w = _flat(weights)
-    return w / (w.std() or 1.0) if len(w) else w
+    return w / w.std() if len(w) and np.ptp(w) > 0 else w
 
 
 def pooled(layers: Iterable[ArrayLike]) -> Array:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import dllp
 from dllp import analysis
@@ -39,6 +40,41 @@ def test_kept_and_removed_are_what_was_before(granularity: str) -> None:
         total += len(layer["kept"])
     kept = sum(int((w != 0).sum()) for k, w in run.model.named_parameters() if k.removesuffix(".weight") in parts)
     assert total == kept
+
+
+class Shared(nn.Module):
+    """A convolution that is used twice under two names, and one whose weight is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Sequential(nn.Conv2d(1, 12, 1), nn.ReLU())
+        self.first, self.second, self.third = (nn.Conv2d(i, 8, 3, padding=1) for i in (12, 8, 8))
+        self.third.weight = self.second.weight
+        self.fourth = nn.utils.parametrizations.weight_norm(nn.Conv2d(8, 6, 3))
+        self.last = nn.Linear(6, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.start, self.first, self.second, self.third, self.fourth):
+            x = layer(x).relu()
+        return self.last(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("granularity", ["weight", "channel"])
+def test_weights_that_are_shared_or_computed(granularity: str) -> None:
+    """Shared ones count once; a layer with a computed weight is kept whole."""
+    data = (torch.randn(64, 1, 8, 8), torch.arange(64) % 10)
+    config = dllp.Config(keep_params=0.7, granularity=granularity, particles=1, epochs=1, batch_size=32)  # type: ignore[arg-type]
+    run = dllp.prune(Shared(), data, config)
+    layers = analysis.analyze(run)["layers"]
+    assert "first" in layers and not {"second", "third"} <= set(layers)
+    parts = analysis.split(run.slabs[0])
+    for name, layer in parts.items():
+        assert len(layer["kept"]) + len(layer["removed"]) == len(layer["before"]), name
+    if granularity == "channel":
+        assert list(parts) == ["start.0", "first", "second", "fourth", "last"]
+        assert not len(parts["fourth"]["removed"]) and np.array_equal(
+            parts["fourth"]["kept"], parts["fourth"]["before"]
+        )
 
 
 def test_a_hard_cut_is_told_from_a_gaussian() -> None:

@@ -104,13 +104,13 @@ def test_pareto_is_its_closed_form() -> None:
     assert found.log_likelihood == pytest.approx(float(law.logpdf(x).mean()))
 
 
-@given(xi=st.floats(-0.45, 0.8), sigma=st.floats(0.01, 10.0), seed=st.integers(0, 99))
-@settings(max_examples=15, deadline=None)
+@given(xi=st.floats(-0.45, 8.0), sigma=st.floats(1e-7, 1e7), seed=st.integers(0, 99))
+@settings(max_examples=25, deadline=None)
 def test_generalised_pareto_finds_its_law_and_beats_the_truth(xi: float, sigma: float, seed: int) -> None:
-    true = scipy.stats.genpareto(xi, loc=0.5, scale=sigma)
+    true = scipy.stats.genpareto(xi, loc=sigma / 2, scale=sigma)
     x = np.asarray(true.rvs(4000, random_state=seed))
     found = distribution.generalised_pareto(x)
-    assert found.parameters["shape"] == pytest.approx(xi, abs=0.12)
+    assert found.parameters["shape"] == pytest.approx(xi, abs=0.06 * (2 + max(xi, 0)))
     assert found.log_likelihood >= float(true.logpdf(x).mean()) - 1e-3, "a maximum is not below the true law"
     law = scipy.stats.genpareto(found.parameters["shape"], loc=x.min(), scale=found.parameters["scale"])
     assert found.log_likelihood == pytest.approx(float(law.logpdf(x).mean()), rel=1e-6, abs=1e-6)
@@ -132,6 +132,9 @@ def test_density_integrates_to_what_lies_inside() -> None:
 
 def test_what_cannot_be_described_is_none() -> None:
     assert distribution.describe(np.zeros(100)) is None
+    assert distribution.describe(np.full(576, 0.1)) is None, "whose standard deviation is rounding"
+    assert np.array_equal(distribution.standardised(np.full(576, 0.1)), np.full(576, 0.1))
+    assert distribution.describe(np.eye(1, 300_000, 1).ravel()) is None, "of those that are drawn none differs"
     assert distribution.describe(GAUSSIAN[:29]) is None
     with pytest.raises(ValueError, match="positive"):
         distribution.pareto([0.0, 1.0])
