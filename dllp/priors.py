@@ -177,10 +177,12 @@ class Prior:
         return self.scope == "element"
 
     def check(self, *parameters: float) -> None:
-        """Raise unless there are as many parameters as the prior has, all positive and finite."""
+        """Raise unless there are as many parameters as the prior has, all finite and but for a logit positive."""
         if len(parameters) != len(self.parameters):
             raise ConfigError(f"prior {self.name} has {' and '.join(self.parameters)}: {len(parameters)} were given")
         for name, value in zip(self.parameters, parameters, strict=True):
+            if name == "logit" and math.isfinite(value):
+                continue
             if not 0 < value < math.inf:
                 raise ConfigError(f"prior {self.name}: {name} = {value}: a positive number is needed")
 

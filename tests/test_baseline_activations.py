@@ -14,13 +14,16 @@ from tests.oracles import normal
 from tests.scenes import DIGITS
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 def test_samples_are_what_the_layer_computes() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(4, 5, 3, dilation=2, padding=2), nn.Flatten(),
-        nn.Linear(80, 2),
+        nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(4, 5, 3, dilation=2, padding=2),
+        nn.Conv2d(5, 5, (4, 3), dilation=(1, 2), padding="same"), nn.Conv2d(5, 6, (1, 2), padding="valid"),
+        nn.Flatten(), nn.Linear(72, 2),
     ).double()  # fmt: skip
-    for name, seen in samples.observe(model, ["0", "2", "4"], normal(6, 3, 8, 8)).items():
+    assert all(samples.plain(model[i]) for i in (0, 2, 3, 4, 6))
+    for name, seen in samples.observe(model, ["0", "2", "3", "4", "6"], normal(6, 3, 8, 8)).items():
         weight = samples.flat_weight(model.get_submodule(name))
         torch.testing.assert_close(torch.einsum("nik,oik->no", seen.patches, weight), seen.outputs)
         assert len(seen.patches) == 60, "a linear layer has one place in an image, and as many looks"
@@ -76,6 +79,9 @@ def test_the_lasso_keeps_what_rebuilds() -> None:
     shares = normal(2000, 6) * torch.tensor([3.0, 0.01, 1.0, 0.0, 2.0, 0.1], dtype=torch.float64)
     scores = cp.survival(shares)
     assert scores.argsort(descending=True).tolist() == [0, 4, 2, 5, 1, 3]
+    late = normal(2000, 4, seed=1) * torch.tensor([1e-4, 3.0, 1e-3, 0.0], dtype=torch.float64)
+    assert cp.survival(late).argsort(descending=True).tolist() == [1, 2, 0, 3], "also of those that the path never has"
+    assert not cp.survival(torch.zeros(9, 3, dtype=torch.float64)).any()
 
 
 def test_the_lasso_agrees_with_coordinate_descent() -> None:

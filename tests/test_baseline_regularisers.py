@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dllp.baselines import METHODS, run
 from dllp.baselines.deephoyer import DeepHoyer
@@ -14,6 +14,7 @@ from dllp.baselines.slimming import Slimming
 from dllp.baselines.soft import SoftFilters
 from dllp.baselines.sss import SparseStructures
 from dllp.config import Config
+from dllp.errors import ConfigError
 from dllp.particles import Particles
 from dllp.train import Trainer
 from dllp.zoo.small import small_cnn
@@ -27,17 +28,21 @@ def test_penalties_are_gradients_of_what_they_name() -> None:
     named = dict(scene.network.named_parameters())
 
     def gradient(energy: Tensor) -> dict[str, Tensor]:
-        found = torch.autograd.grad(energy, list(named.values()), allow_unused=True)
+        found = torch.autograd.grad(energy, list(named.values()), allow_unused=True, retain_graph=True)
         return {k: torch.zeros_like(p) if g is None else g for (k, p), g in zip(named.items(), found, strict=True)}
 
     with torch.no_grad():  # all ones would hide what the mean does
         for i in (1, 2, 3):
-            named[f"bn{i}.weight"].copy_(normal(len(named[f"bn{i}.weight"]), seed=i).abs())
+            named[f"bn{i}.weight"].copy_(normal(len(named[f"bn{i}.weight"]), seed=i) + 0.5)
     gammas = torch.cat([named[f"bn{i}.weight"] for i in (1, 2, 3)])
+    assert bool((gammas < 0).any()), "the prior is on the sizes: a factor below 0 is drawn back to it"
     norms = [named[f"conv{i}.weight"].flatten(1).norm(dim=1) for i in (1, 2, 3)]
     for method, energy in (
         (Slimming(strength=0.3), gammas.abs().sum()),
-        (Polarization(strength=0.3, t=1.2), 1.2 * gammas.abs().sum() - (gammas - gammas.mean()).abs().sum()),
+        (
+            Polarization(strength=0.3, t=1.2),
+            1.2 * gammas.abs().sum() - (gammas.abs() - gammas.abs().mean()).abs().sum(),
+        ),
         (DeepHoyer(strength=0.3), torch.stack([f.sum() ** 2 / f.square().sum() for f in norms]).sum()),
     ):
         trainer = Trainer(scene.particles, None, scene.config, num_data=10, steps_per_epoch=1)
@@ -75,6 +80,22 @@ def test_soft_thresholding_reaches_exact_zeros() -> None:
         gamma[:3] = torch.tensor([0.005, -0.02, 1.0])
     SparseStructures(strength=0.01).step(trainer, scene)  # threshold 0.1 * 0.01 / (1 - 0.9) = 0.01
     torch.testing.assert_close(gamma[:3].detach(), torch.tensor([0.0, -0.01, 0.99]).double())
+
+
+def test_soft_thresholding_minimises_what_it_names_without_a_norm() -> None:
+    """|w - v|^2 / 2 + strength rms(w) over w of c weights: the root mean square of v less strength / c."""
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.Flatten(), nn.Linear(80, 2)).double()
+    scene = scene_of(model, normal(2, 1, 8, 8))
+    trainer = Trainer(scene.particles, None, scene.config, num_data=10, steps_per_epoch=1)
+    trainer.lr, scales, rows = 0.01, scene.gating.scales, scene.particles.rows
+    start, before = rows.clone(), scales.of(rows).clone()
+    assert bool((scales.count > 1).all())
+    for _ in range(200):
+        with torch.no_grad():
+            rows -= trainer.lr / (1 - trainer.config.momentum) * (rows - start)
+        SparseStructures(strength=0.2).step(trainer, scene)
+    found = scales.of(rows)
+    torch.testing.assert_close(found, before - 0.2 / scales.count, rtol=1e-6, atol=1e-9)
 
 
 def test_soft_pruning_zeroes_the_smallest_filters_of_every_layer() -> None:
@@ -122,6 +143,28 @@ def test_the_geometric_median_goes_first() -> None:
     scene = scene_of(model, torch.randn(2, 1, 8, 8))
     scores = METHODS["fpgm"].scores(scene)[scene.structure.slices[1]]
     assert scores[5] == scores.min() and scores[6] == scores.max()
+
+
+@pytest.mark.parametrize("keep", [0.4, 0.9])
+@pytest.mark.parametrize("name", ["sfp", "fpgm"])
+def test_what_is_cut_is_what_was_zeroed(name: str, keep: float) -> None:
+    """Also where filters have so much in common that zero lies far from their median."""
+    model = small_cnn()
+    with torch.no_grad():
+        for conv in (model.conv1, model.conv2, model.conv3):
+            conv.weight += 3 * conv.weight.std() * torch.randn(conv.weight.shape[1:]).sign()
+    scene = scene_of(model, torch.randn(2, 1, 8, 8), keep_flops=keep)
+    method = METHODS[name]
+    assert isinstance(method, SoftFilters)
+    chosen = scene.select(method.scores(scene))
+    method.zero(scene)
+    assert torch.equal(scene.select(method.scores(scene)), chosen) and not bool(chosen.all())
+
+
+@pytest.mark.parametrize("name", ["sfp", "fpgm"])
+def test_soft_pruning_needs_momentum(name: str) -> None:
+    with pytest.raises(ConfigError, match="momentum = 0"):
+        run.prune(METHODS[name], small_cnn(), DIGITS, Config(keep_flops=0.5, momentum=0.0, epochs=1))
 
 
 @pytest.mark.parametrize("method", [Slimming, Polarization, SparseStructures, DeepHoyer])

@@ -29,5 +29,9 @@ class GeometricMedian(SoftFilters):
     published = (Published("resnet56", 53, 0.1),)
 
     def scores(self, scene: Scene) -> Tensor:
-        parts = applied(scene).split(list(scene.filters.lengths))
-        return scene.ranked(torch.cat([torch.cdist(part, part).sum(1) for part in parts]))
+        filters = applied(scene)
+        parts = filters.split(list(scene.filters.lengths))
+        # by differences: a product of matrices would lose those of filters that are nearly alike
+        distances = [torch.cdist(part, part, compute_mode="donot_use_mm_for_euclid_dist").sum(1) for part in parts]
+        # what the last epoch has zeroed goes, however far from the others zero may lie
+        return scene.ranked(torch.where(filters.any(dim=1), torch.cat(distances), -1))

@@ -2,7 +2,8 @@
 
 Equation: score = |w|, one threshold for the whole network. Training minimises CE + strength * |w|_1, the MAP under a
 Laplace prior (equation 3), or CE + decay / 2 * |w|_2^2, the MAP under a Gaussian one (equation 4).
-Hyperparameters: `strength` of the l1 norm, which replaces the weight decay; the recipe's own weight decay for l2.
+Hyperparameters: `strength` of the l1 norm; `decay`, the weight decay of the first training, whatever the recipe has: by
+default that of the dense networks for l2, and none beside l1.
 Published: the paper shows distributions only. What is kept is the tail beyond the threshold (equation 8).
 """
 

@@ -161,13 +161,14 @@ def not_negative(**values: float) -> None:
 
 
 def penalty(scales: Scales, prior: Prior, strength: float, *parameters: float) -> Callable[[Tensor], Tensor]:
-    """(n, P) rows -> (n, P): gradient of -strength * log prior of the units' scales, for `trainer.penalty`."""
+    """(n, P) rows -> (n, P): gradient of -strength * log prior of the units' sizes |scale|, for `trainer.penalty`."""
     prior.check(*parameters)
     not_negative(strength=strength)
     at = scales.coordinates
 
     def gradient(rows: Tensor) -> Tensor:
-        scores = prior.unit_scores(scales.of(rows), scales.lengths, *parameters)
+        scale = scales.of(rows)
+        scores = prior.unit_scores(scale.abs(), scales.lengths, *parameters) * scale.sign()
         result = torch.zeros_like(rows)
         result[:, at] = strength * scales.pulls(rows, scores)[..., None] * rows[:, at]
         return result

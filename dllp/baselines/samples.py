@@ -31,7 +31,7 @@ class Sample:
 def plain(module: nn.Module) -> bool:
     """Whether every output of a module reads every input: what can be rebuilt from patches."""
     if isinstance(module, nn.Conv2d):
-        return module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+        return module.groups == 1 and module.padding_mode == "zeros"
     return isinstance(module, nn.Linear)
 
 
@@ -92,13 +92,23 @@ def _look(module: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator) -
     high, wide = y.shape[2:]
     image = torch.arange(len(x)).repeat_interleave(PLACES)
     row, column = (torch.randint(size, (count,), generator=generator) for size in (high, wide))
-    top, left = (int(p) for p in module.padding)
-    padded = F.pad(x, (left, left, top, top))
+    padded = F.pad(x, _padding(module))
     (down, across), (tall, broad), (skip_y, skip_x) = module.stride, module.kernel_size, module.dilation
     ys = (row * down)[:, None, None] + (torch.arange(tall) * skip_y)[None, :, None]
     xs = (column * across)[:, None, None] + (torch.arange(broad) * skip_x)[None, None, :]
     patches = padded[image[:, None, None], :, ys, xs]  # (N, tall, broad, I)
     return Sample(patches.flatten(1, 2).transpose(1, 2), y[image, :, row, column] - bias)
+
+
+def _padding(module: nn.Conv2d) -> list[int]:
+    """Zeros to the left, to the right, above and below, as `F.pad` takes them."""
+    if isinstance(module.padding, str):
+        same = module.padding == "same"
+        reach = [same * d * (k - 1) for k, d in zip(module.kernel_size, module.dilation, strict=True)]
+        sides = [(total // 2, total - total // 2) for total in reach]
+    else:
+        sides = [(int(p), int(p)) for p in module.padding]
+    return [*sides[1], *sides[0]]
 
 
 @torch.no_grad()

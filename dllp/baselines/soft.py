@@ -4,6 +4,7 @@ Equation: score = |F_j|_2; after each epoch F_j <- 0 for the share of each layer
 last one they are cut. In front of a batch norm a zero filter has no variance, and the norm would multiply its gradient
 by 1 / sqrt(eps), some 300 times: what returns would come back as the largest filter of all. So F_j is the filter as the
 network applies it, norm included: its size is |gamma_j| |F_j|_2, and gamma_j and the norm's shift are what is zeroed.
+No gradient reaches a unit then: it returns by the momentum of its last steps.
 What is zeroed so seldom grows past what was not: the first choice all but decides. Among filters as they were drawn it
 would be a choice by chance, so that it waits until the network has learned; the published drop, as far as we know, is
 that of a network that was trained before, too. Half of the epochs did better than none on ResNet-20 (results/tuning).
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor
 
 from dllp.baselines.protocol import Method, Published, Scene, share
+from dllp.config import Config
+from dllp.errors import ConfigError
 from dllp.gating import NORMS
 from dllp.train import Trainer
 
@@ -37,6 +40,11 @@ class SoftFilters(Method):
 
     def __post_init__(self) -> None:
         share(begin=self.begin)
+
+    def settings(self, config: Config) -> Config:
+        if config.momentum == 0:
+            raise ConfigError(f"momentum = 0: what {self.name} has zeroed returns by its momentum alone, give some")
+        return config
 
     def step(self, trainer: Trainer, scene: Scene) -> None:
         if trainer.epoch_ends and trainer.progress >= self.begin:

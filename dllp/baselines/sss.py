@@ -2,7 +2,8 @@
 
 Equation: minimise CE + strength * |s|_1 over a factor s for every structure, each step followed by soft thresholding,
 s <- sign(s) max(|s| - eta, 0), eta = lr * strength. Here the factors are those of the normalisation, as a factor of its
-own behind it would be one with it; a unit without a norm has its filters' root mean square, shrunk as a group.
+own behind it would be one with it; a unit without a norm has its filters' root mean square, shrunk as a group, and one
+of c coordinates by eta / c, as their own steps move it by no more than that share of its gradient.
 The paper's accelerated form carries momentum through the threshold; a threshold outside the momentum buffer needs
 1 / (1 - momentum) times its size for the same pull. Score = |s|.
 Hyperparameters: `strength`, which the paper searches for each network, 1e-6 the best of 1e-6 to 1e-4 on ResNet-20
@@ -39,7 +40,7 @@ class SparseStructures(Slimming):
     @torch.no_grad()
     def step(self, trainer: Trainer, scene: Scene) -> None:
         scales, rows = scene.gating.scales, scene.particles.rows
-        threshold = trainer.lr * self.strength / (1 - trainer.config.momentum)
+        threshold = trainer.lr * self.strength / (1 - trainer.config.momentum) / scales.count
         size = scales.of(rows).abs()
         shrink = (1 - threshold / size.clamp_min(torch.finfo(rows.dtype).tiny)).clamp_min(0)
         rows[:, scales.coordinates] *= shrink[..., None]
