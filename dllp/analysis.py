@@ -140,7 +140,8 @@ def text(report: Mapping[str, Any]) -> str:
         "near zero: weights within a tenth of a standard deviation, over what a Gaussian has there (1: as a Gaussian; "
         "0: cut away).\nKS: distance to the Gaussian of the same mean and deviation. dip p: below 0.05 there is more "
         f"than one mode.\nWasserstein: to the weights of {report['reference']}, standardised. best law: of the "
-        "magnitudes, by likelihood. whole: layers standardised, then pooled."
+        "magnitudes, by likelihood. whole: layers standardised, then pooled. Parts of fewer than "
+        f"{distribution.FEWEST} weights, or of equal ones, have no row."
     )
     return "\n".join([*aligned, "", note])
 

@@ -206,10 +206,8 @@ def render(rows: Sequence[Row], title: str) -> Table:
     regression = "rmse" in rows[0].metrics
     quality = {"rmse": "RMSE"} if regression else {"accuracy": "accuracy"}
     doubt = {"nll": "NLL"} if regression else {"ece": "ECE", "nll": "NLL"}
-    table = Table(title=Text(title), title_justify="left")  # names out of files are no markup
-    table.add_column("network", no_wrap=True)
-    for name in (*quality.values(), "FLOPs\n(MACs)", "parameters", "bytes\non disk", *doubt.values()):
-        table.add_column(name, justify="right", no_wrap=True)
+    costs = ("FLOPs\n(MACs)", "parameters", "bytes\non disk")
+    table = _section(title, "network", *quality.values(), *costs, *doubt.values())
     place = CLEAN
     for row in rows:
         if row.data != place:
@@ -279,7 +277,7 @@ def render_speed(rows: Sequence[SpeedRow], title: str) -> Group:
 
 
 def _section(title: str, *columns: str) -> Table:
-    table = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i else "left", no_wrap=True)
     return table

@@ -25,7 +25,7 @@ def select(structure: Structure, logits: Tensor, *, cost: Cost, keep: float | No
     """
     scores = logits.detach().to("cpu", torch.float64)
     if scores.shape != (structure.units,) or bool(scores.isnan().any()):
-        raise StructureError(f"logits must be {structure.units} numbers, one for each unit")
+        raise StructureError(f"logits must be {structure.units} numbers, one for each unit, and none of them NaN")
     chunks: list[Tensor] = []
     owners: list[int] = []
     means: list[float] = []
@@ -50,7 +50,8 @@ def select(structure: Structure, logits: Tensor, *, cost: Cost, keep: float | No
     if smallest > budget:
         raise StructureError(
             f"a fraction of {keep:g} cannot be reached: one chunk of {round_to} channels in each group already costs "
-            f"{smallest / cost.dense:.4f} of the dense network; keep more, or use granularity='weight'"
+            f"{smallest / cost.dense:.4f} of the dense network; keep more, "
+            f"{'lower round_to, ' if round_to > 1 else ''}or use granularity='weight'"
             f"{_reasons(structure)}"
         )
     return _nearest(kept, [(owners[i], chunks[i]) for i in ranking], cost, budget)

@@ -75,7 +75,9 @@ class Task:
     def __post_init__(self) -> None:
         share(self.max_bad)
         if self.finetune_epochs and self.method == DLLP:
-            raise ConfigError("finetune_epochs is for other methods: dllp trains on within its own epochs")
+            raise ConfigError(
+                "finetune_epochs is for other methods: dllp trains on within its own epochs, leave it out or give 0"
+            )
         if self.method != DLLP:
             find_method(self.method)
 
@@ -119,7 +121,8 @@ class Task:
             suited = {"granularity": method.granularity, "particles": 1}
             for name, wanted in suited.items():
                 if values.get(name, wanted) != wanted:
-                    raise ConfigError(f"method {method.name} has {name} = {wanted}: leave out {name}")
+                    raise ConfigError(f"method {method.name} has {name} = {wanted}: leave out {name}, or give {wanted}")
+            suited["weight_decay"] = Config().resolved().weight_decay  # the dense network's, also for single weights
         if data is not None and not data.train.is_classification:
             suited["task"] = "regression"
         if self.weights:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from dllp.baselines.sss import SparseStructures
 from dllp.config import Config
 from dllp.errors import ConfigError
 from dllp.particles import Particles
+from dllp.result import Result
 from dllp.train import Trainer
 from dllp.zoo.small import small_cnn
 from tests.oracles import normal
@@ -114,6 +117,27 @@ def test_soft_pruning_zeroes_the_smallest_filters_of_every_layer() -> None:
         assert 0 < int(zero.sum()) < len(zero) and sizes[zero].max() < sizes[~zero].min()
         assert torch.equal(beta == 0, zero) and torch.equal(gamma[~zero], before[f"bn{i}.weight"][~zero])
         assert torch.equal(scene.network.get_parameter(f"conv{i}.weight"), before[f"conv{i}.weight"]), "it may return"
+
+
+@pytest.mark.parametrize("name", ["sfp", "fpgm"])
+def test_what_is_zeroed_says_nothing_without_norms_either(name: str) -> None:
+    """Biases too: the network with zeros is the network that is cut."""
+    torch.manual_seed(0)
+    data = (torch.randn(64, 1, 8, 8), torch.arange(64) % 10)
+    model = nn.Sequential(
+        nn.Conv2d(1, 12, 3), nn.ReLU(), nn.Conv2d(12, 9, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)
+    )
+    config = Config(keep_flops=0.3, epochs=2, batch_size=32)
+    whole: list[nn.Module] = []
+
+    def train(verb: run.Verb, stage: str, model: nn.Module, data: object, config: Config) -> Result:
+        result = verb(model, data, config)
+        whole.append(copy.deepcopy(result.model))
+        return result
+
+    cut = run.prune(METHODS[name], model, data, config, train=train).result.model
+    with torch.no_grad():
+        torch.testing.assert_close(whole[0](data[0]), cut(data[0]), rtol=1e-4, atol=1e-5)
 
 
 def test_soft_pruning_waits_until_the_network_has_learned() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dllp.baselines import METHODS, find, run
-from dllp.baselines.magnitude import SINGLE_SHRINKAGE
-from dllp.baselines.protocol import Method, penalty
+from dllp.baselines.filters import L1Filters
+from dllp.baselines.protocol import Method, Scene, penalty
 from dllp.bench.jobs import Job, Runner
 from dllp.config import Config
 from dllp.errors import ConfigError, DataError, StructureError
@@ -100,8 +100,9 @@ def test_fine_tuning_is_by_the_dense_networks_recipe(name: str) -> None:
     run.prune(find(name), small_cnn(), DIGITS.train.subset(range(128)), config, finetune_epochs=1, train=train)
     first, second = used[run.TRAINED], used[run.FINETUNED]
     assert second.weight_decay == 3e-3 and second.lr == run.FINETUNE_LR * config.lr and second.init == "given"
-    decay = {"magnitude-l1": 0.0, "magnitude-l2": SINGLE_SHRINKAGE}
-    assert first.weight_decay == decay.get(name, 3e-3), "a recipe of its own is for the first training only"
+    assert first.weight_decay == (0.0 if name == "magnitude-l1" else 3e-3), "what replaces it is for the first training"
+    run.prune(find(name), small_cnn(), DIGITS.train.subset(range(128)), SHORT, finetune_epochs=1, train=train)
+    assert used[run.FINETUNED].weight_decay == Config().resolved().weight_decay, "also of single weights"
 
 
 def test_fine_tuning_in_a_table_has_the_dense_rows_weight_decay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +123,38 @@ def test_fine_tuning_in_a_table_has_the_dense_rows_weight_decay(monkeypatch: pyt
 def test_hyperparameters_are_checked_when_a_method_is_made(name: str) -> None:
     method = METHODS[name]
     for parameter in vars(method):
-        for bad in (-100.0, math.inf, math.nan):
-            with pytest.raises(ConfigError, match=f"{parameter} = {bad}"):
+        for bad in (-100.0, math.inf, math.nan, "1e-4", True, None):
+            with pytest.raises(ConfigError, match=f"{parameter} = {bad!r}"):
                 type(method)(**{parameter: bad})
+
+
+@dataclass(frozen=True)
+class Blind(L1Filters):
+    """Scores that say nothing."""
+
+    name = "blind"
+    units: int = 1
+
+    def scores(self, scene: Scene) -> Tensor:
+        return torch.full((self.units,), math.nan)
+
+
+def test_scores_of_a_method_of_ones_own_are_checked() -> None:
+    data = (torch.randn(32, 1, 8, 8), torch.arange(32) % 10)
+    config = Config(keep_flops=0.5, epochs=1, batch_size=32)
+    for units in (3, 160):
+        with pytest.raises(ConfigError, match="scores of method blind: one number for each of 160 units"):
+            run.prune(Blind(units=units), small_cnn(), data, config)
+    with pytest.raises(NotImplementedError, match="define scores"):
+        Method.scores(Blind(), scene_of(small_cnn(), data[0][:2]))
+
+
+def test_a_result_says_how_it_was_made() -> None:
+    data = (torch.randn(32, 1, 8, 8), torch.arange(32) % 10)
+    config = Config(keep_flops=0.5, epochs=1, batch_size=32)
+    info = run.prune(find("polarization:t=1.1"), small_cnn(), data, config, finetune_epochs=1).result.info
+    assert info["method"] == "polarization" and info["hyperparameters"] == {"strength": 1e-4, "least": 0.05, "t": 1.1}
+    assert (info["finetune_epochs"], info["finetune_lr"]) == (1, run.FINETUNE_LR)
 
 
 def test_mistakes_are_one_clear_line() -> None:
@@ -141,6 +171,13 @@ def test_mistakes_are_one_clear_line() -> None:
         run.prune(find("sfp"), small_cnn(), data, Config(keep_flops=0.5, epochs=10**6, prior="hoyer"))
     with pytest.raises(ConfigError, match="finetune_epochs = -1"):
         run.prune(find("random"), small_cnn(), data, Config(keep_flops=0.5), finetune_epochs=-1)
+    with pytest.raises(ConfigError, match="method = 'sfp': a method is needed"):
+        run.prune("sfp", small_cnn(), data, Config(keep_flops=0.5))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="method sfp has granularity = channel: leave out granularity"):
+        run.prune(find("sfp"), small_cnn(), data, Config(keep_flops=0.5, granularity="weight"))
+    for text in ("slimming:", "slimming:strength", "slimming:strength=1,strength=2"):
+        with pytest.raises(ConfigError, match=r"hyperparameter ''|a number is needed|strength is given twice"):
+            find(text)
     scene = scene_of(small_cnn(), data[0][:2])
     with pytest.raises(ConfigError, match="strength = -1"):
         penalty(scene.gating.scales, PRIORS["laplace"], -1.0, 1.0)
@@ -159,5 +196,6 @@ def test_every_method_names_its_paper() -> None:
         "l1-filters": [0.5], "thinet": [0.14], "cp": [0.32], "slimming": [0.53], "sfp": [0.24], "fpgm": [0.1],
         "polarization": [-0.03], "deephoyer": [0.26],
     }  # fmt: skip
-    assert {name for name, m in METHODS.items() if not m.trains} == {"random", "l1-filters", "thinet", "cp"}
+    as_dense = {"random", "magnitude-l2", "l1-filters", "thinet", "cp"}
+    assert {name for name, m in METHODS.items() if not m.trains} == as_dense
     assert np.unique([m.title for m in METHODS.values()]).size == len(METHODS)

@@ -74,7 +74,7 @@ def test_plain_lines_and_the_table(nets: str, tmp_path: Path, capsys: pytest.Cap
     out, error = capsys.readouterr()
     assert not error
     assert out.startswith("pruned epoch 1/2 ") and "(target 0.3)" in out
-    assert "dense epoch" not in out and "│ dense" in out, "a given network is evaluated, not trained"
+    assert "dense epoch" not in out and "\n dense " in out, "a given network is evaluated, not trained"
     assert "200 validation examples" in out and out.endswith("run folder: runs/last\n")
     settings = yaml.safe_load(Path("runs/last/config.yaml").read_text())
     assert settings["validation"] == 200 and settings["init"] == "given"

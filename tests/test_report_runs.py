@@ -111,6 +111,10 @@ def test_another_method_that_trains_after_the_cut(tmp_path: Path) -> None:
     text = (out / "report.html").read_text()
     assert "channels pruned by fpgm after training, and fine-tuned (epochs after the cut: 2)." in text
     assert "loss" in plots(text) and not {"cost", "temperature"} & plots(text).keys()  # it has no gates
+    assert "gates and augmentation" not in text and "without gates" not in text
+    assert [(mark["x"], mark["text"]) for mark in plots(text)["loss"]["layout"]["annotations"]] == [
+        (1.5, "cut, then fine-tuned")
+    ]
     network = dllp.load(out, build("small_cnn", num_classes=10, in_channels=1, image_size=8)).model
     found = contents.read(out)
     for layer in weights.split(out, found.recipes[0], found.gated):

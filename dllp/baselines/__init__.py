@@ -50,8 +50,10 @@ def find(text: str) -> Method:
         raise ConfigError(f"there is no method {name!r}: choose from dllp, {', '.join(METHODS)}")
     method, values = METHODS[name], {}
     known = hyperparameters(method)
-    for part in given.split(",") if given else ():
+    for part in given.split(",") if ":" in text else ():
         key, _, value = part.partition("=")
+        if key in values:
+            raise ConfigError(f"method {text}: {key} is given twice, leave out one of both")
         if key not in known:
             raise ConfigError(f"method {name} has no hyperparameter {key!r}: it has {', '.join(known) or 'none'}")
         try:

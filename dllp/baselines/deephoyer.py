@@ -35,6 +35,7 @@ class DeepHoyer(Method):
     least: float = 0.05
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         not_negative(strength=self.strength)
         share(least=self.least)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -23,6 +23,9 @@ from dllp.priors import Prior
 from dllp.slicing import Recipe
 from dllp.structure import Structure
 from dllp.train import Trainer
+
+PRIOR_SETTINGS = ("prior", "prior_scale", "polarization", "slab_decay")
+"""Settings of DLLP's own prior, which no other method has."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,12 @@ class Method:
     granularity: ClassVar[Granularity] = "channel"
     published: ClassVar[tuple[Published, ...]] = ()
 
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ConfigError(f"{entry.name} = {value!r}: a number is needed")
+
     def settings(self, config: Config) -> Config:
         """The recipe of the first training, where the method wants another one than the dense network's."""
         return config
@@ -124,14 +133,14 @@ class Method:
 
     def scores(self, scene: Scene) -> Tensor:
         """-> (U,): what is kept first has the highest score."""
-        raise NotImplementedError
+        raise NotImplementedError(f"method {self.name} has no scores: define scores(scene)")
 
     def repair(self, small: nn.Module, recipe: Recipe, scene: Scene) -> None:
         """Mend the cut network in place; `recipe` says what it kept of the scene's."""
 
     def refuse_priors(self, given: Mapping[str, Any]) -> None:
         """Raise where a setting of DLLP's prior departs from its default: it would change nothing here."""
-        for name in ("prior", "prior_scale", "polarization", "slab_decay"):
+        for name in PRIOR_SETTINGS:
             default = getattr(Config, name)
             if given.get(name, default) != default:
                 raise ConfigError(

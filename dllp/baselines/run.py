@@ -70,12 +70,17 @@ def prune(
         trained: A network trained by this recipe already, for a method that needs no training of its own.
         train: Runs each of the two trainings, for whoever keeps checkpoints of them.
     """
+    if not isinstance(method, Method):
+        raise ConfigError(f"method = {method!r}: a method is needed, such as dllp.baselines.find('slimming')")
     if finetune_epochs < 0:
         raise ConfigError(f"finetune_epochs = {finetune_epochs}: it must not be negative")
     if config.keep_flops is None and config.keep_params is None:
         raise ConfigError(f"{method.name} needs a budget: give keep_flops or keep_params, for example 0.45")
     method.refuse_priors(vars(config))
-    recipe = replace(config, granularity=method.granularity, particles=1).resolved()
+    if (config.granularity, method.granularity) == ("weight", "channel"):
+        raise ConfigError(f"method {method.name} has granularity = channel: leave out granularity")
+    decay = replace(config, granularity="channel").resolved().weight_decay  # the dense network's
+    recipe = replace(config, granularity=method.granularity, particles=1, weight_decay=decay).resolved()
     config = method.settings(recipe)
     batches, example, structure = prepare(model, data, config, filter_fn, channels=config.granularity == "channel")
     scenes = _Scenes(method, model, structure, config, filter_fn)
@@ -85,6 +90,10 @@ def prune(
     whole = copy.deepcopy(trained.model).to(batches.device)
     scene = scenes.at(Particles([whole]), sample(batches))
     scores = method.scores(scene)
+    if scores.shape != (scene.gating.units,) or bool(scores.isnan().any()):
+        raise ConfigError(
+            f"scores of method {method.name}: one number for each of {scene.gating.units} units is needed"
+        )
     before = _cut(method, scene, scores, trained, example)
     if not finetune_epochs:
         return Pruned(before, None)
@@ -98,7 +107,7 @@ def prune(
         posterior=tuned.posterior,
         gates={**before.gates, "noise": tuned.gates["noise"]},
         history=before.history + [{**r, "epoch": r["epoch"] + config.epochs} for r in tuned.history],
-        info={**before.info, "finetune_epochs": finetune_epochs},
+        info={**before.info, "finetune_epochs": finetune_epochs, "finetune_lr": finetune_lr},
     )
     return Pruned(before, after)
 
@@ -163,5 +172,5 @@ def _cut(method: Method, scene: Scene, scores: Tensor, trained: Result, example:
         },
         widths=widths,
         whole=dict(scene.structure.whole),
-        info={**trained.info, "method": method.name},
+        info={**trained.info, "method": method.name, "hyperparameters": dict(vars(method))},
     )

@@ -39,6 +39,7 @@ class SoftFilters(Method):
     begin: float = 0.5
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         share(begin=self.begin)
 
     def settings(self, config: Config) -> Config:
@@ -52,7 +53,7 @@ class SoftFilters(Method):
 
     @torch.no_grad()
     def zero(self, scene: Scene) -> None:
-        """Set to zero what a cut would remove now: the norms' factors and shifts, or filters that no norm reads."""
+        """Set to zero what a cut would remove now: norms' factors and shifts, or filters and biases without a norm."""
         closed = ~scene.select(self.scores(scene))
         rows = scene.particles.rows
         rows[:, scene.gating.scales.coordinates[closed]] = 0
@@ -63,24 +64,27 @@ class SoftFilters(Method):
         return scene.ranked(applied(scene).norm(dim=1))
 
 
+def normed(scene: Scene) -> Tensor:
+    """(U,) bool: the units whose scale is a norm's factor."""
+    return scene.gating.scales.coordinates[:, 0] != scene.filters.coordinates[:, 0]
+
+
 def applied(scene: Scene) -> Tensor:
     """(U, M): every unit's filters, times the norm's factor where there is one."""
-    scales = scene.gating.scales
-    normed = scales.coordinates[:, 0] != scene.filters.coordinates[:, 0]
-    factor = torch.where(normed, scales.of(scene.particles.rows)[0].abs(), 1)
+    factor = torch.where(normed(scene), scene.gating.scales.of(scene.particles.rows)[0].abs(), 1)
     return scene.filter_matrix() * factor[:, None]
 
 
 def shifts(scene: Scene) -> list[tuple[Tensor, Tensor]]:
-    """The shifts of every norm: their coordinates in a row, and the unit (of all) that each belongs to."""
-    layout, device = scene.particles.layout, scene.particles.device
+    """The shifts of every norm, and the biases of units without one: coordinates in a row, and the unit of each."""
+    layout, device, by_norm = scene.particles.layout, scene.particles.device, normed(scene).cpu()
     modules, places = dict(scene.network.named_modules()), torch.arange(layout.size)
     found = []
     for group, here in zip(scene.structure.groups, scene.structure.slices, strict=True):
         for piece in group.slices:
             name = f"{piece.module}.bias"
-            if piece.side == "out" and isinstance(modules[piece.module], NORMS) and name in layout.segments:
-                mine = piece.unit >= 0
-                at = layout.segments[name].view(places)[mine]
-                found.append((at.to(device), (piece.unit[mine] + here.start).to(device)))
+            if piece.side == "out" and name in layout.segments:
+                unit = piece.unit + here.start
+                mine = (piece.unit >= 0) & (isinstance(modules[piece.module], NORMS) | ~by_norm[unit])
+                found.append((layout.segments[name].view(places)[mine].to(device), unit[mine].to(device)))
     return found

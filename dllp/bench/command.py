@@ -73,7 +73,7 @@ def execute(
     """
     check_launcher(given)
     settings, quiet = plans.settings(given.get("set", ())), given.get("quiet", False)
-    table = tables.table(given["name"]).set(settings)
+    table = tables.table(given["name"]).set(settings, given.get("rows", ()))
     variant = plans.Variant(given.get("epochs"), given.get("validation", 0), settings)
     if variant.validation and table.name in run.OF_PREDICTIONS:
         raise ConfigError(f"{table.name} is about predictions on the test set: leave out --validation")

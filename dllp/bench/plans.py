@@ -12,13 +12,15 @@ from typing import Any, Literal
 
 from dllp import zoo
 from dllp.baselines import find, hyperparameters
+from dllp.baselines.protocol import PRIOR_SETTINGS
 from dllp.bench.jobs import MACHINE, Job
 from dllp.config import Config
 from dllp.errors import ConfigError
 
 FIVE, THREE = (0, 1, 2, 3, 4), (0, 1, 2)
 OF_JOB = ("network", "finetune_lr")
-OF_CONFIG = {f.name for f in fields(Config)} - {*MACHINE, "seed", "epochs"}
+OF_COMMAND = {"seed": "--seeds", "epochs": "--epochs", "device": "--device", "precision": "--precision"}
+OF_CONFIG = {f.name for f in fields(Config)} - {*MACHINE, *OF_COMMAND, "granularity"}
 """What may be set for the jobs of a table, besides the hyperparameters of their methods."""
 
 
@@ -130,6 +132,8 @@ def _with(job: Job, name: str, value: Any) -> Job | None:
     if name in OF_JOB:
         return replace(job, **{name: value})
     if name in OF_CONFIG:
+        if job.baseline and name in ("particles", *PRIOR_SETTINGS):  # of dllp alone
+            return None
         return replace(job, changes={**job.changes, name: value})
     if job.baseline and name in hyperparameters(find(job.baseline)):
         method, _, text = job.baseline.partition(":")
@@ -172,17 +176,19 @@ class Table:
                 raise ConfigError(f"{self.name} has no row {pattern!r}: choose from {names}")
         return [row for row in self.rows if not patterns or any(fnmatchcase(row.name, p) for p in patterns)]
 
-    def set(self, settings: Mapping[str, Any]) -> Table:
+    def set(self, settings: Mapping[str, Any], patterns: Sequence[str] = ()) -> Table:
         """The table with other settings than the recipe's: fields of Config, hyperparameters of the rows' methods where
-        they have such, `network` and `finetune_lr`.
+        they have such, `network` and `finetune_lr`; some row of those that `patterns` choose must have each of them.
         """
-        rows = self.rows
+        rows, wanted = self.rows, {row.name for row in self.chosen(patterns)}
         for name, value in settings.items():
+            if name in OF_COMMAND:
+                raise ConfigError(f"{name} is no setting of rows: give {OF_COMMAND[name]}")
             found = [_with(row.job, name, value) for row in rows]
-            if not any(found):
+            if not any(job for row, job in zip(rows, found, strict=True) if row.name in wanted):
                 raise ConfigError(
-                    f"{self.name} has no setting {name!r}: give a field of dllp.Config, {', '.join(OF_JOB)}, or a "
-                    "hyperparameter of its methods (dllp methods)"
+                    f"these rows of {self.name} have no setting {name!r}: give a field of dllp.Config, "
+                    f"{', '.join(OF_JOB)}, or a hyperparameter of their methods (dllp methods)"
                 )
             rows = tuple(replace(row, job=job or row.job) for row, job in zip(rows, found, strict=True))
         return replace(self, rows=rows)

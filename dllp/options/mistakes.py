@@ -23,6 +23,8 @@ def plain(message: str) -> str:
         if owners:
             return f"{unknown[1]} is an option of dllp {', '.join(owners)}, not of this command: leave it out"
         return f"unknown option {unknown[1]}{near(unknown[1], [flag for flags in options.values() for flag in flags])}"
+    if message.startswith("unrecognized arguments: "):
+        return f"{message.removeprefix('unrecognized arguments: ')} is too much: see the command with --help"
     key = re.match(r'Parser key "(\w+)"(?: element \d+)?:', message)
     if not key:
         message = re.sub(r"(evaluate|analyze|report|export|speed)\.folders?", "the run folder", message)

@@ -84,7 +84,8 @@ def _plots(runs: Sequence[Run]) -> list[Plot]:
     }
     caption = (
         "Circles are dense networks, squares single particles, diamonds all particles of a run together, which cost "
-        "the sum; triangles are further particles. On the front, nothing is both cheaper and better."
+        "the sum; triangles are further particles, or networks as they were cut, before fine-tuning. On the front, "
+        "nothing is both cheaper and better."
     )
     found = [
         Plot("pareto", f"{name.upper() if sign < 0 else 'Accuracy'} against FLOPs", caption, traces, layout, height=420)

@@ -23,25 +23,28 @@ def section(run: Run) -> Section | None:
     if not history:
         return None
     x = [record.epoch for record in history]
+    gated = any(record.phase != "open" for record in history)  # other methods have no gates, and cut after training
+    label, seen = ("pruned", "gates and augmentation") if gated else ("network", "augmentation")
     plots = [
         Plot(
             "loss", "Training loss",
             "Mean over the particles; the band reaches from the best to the worst of them. "
-            "Loss and accuracy are of the training batches as they were seen, with gates and augmentation.",
-            _values(history, "loss", "pruned", BLUE) + _values(run.dense_history, "loss", "dense", ORANGE, "dash"),
-            _layout(history, "loss in nats", type="log"),
+            f"Loss and accuracy are of the training batches as they were seen, with {seen}.",
+            _values(history, "loss", label, BLUE) + _values(run.dense_history, "loss", "dense", ORANGE, "dash"),
+            _layout(run, "loss in nats", type="log"),
         )
     ]  # fmt: skip
     if all(record.accuracy is not None for record in history):
         plots.append(
             Plot(
-                "accuracy", "Training accuracy", "The dense network is trained by the same recipe, without gates.",
-                _values(history, "accuracy", "pruned", BLUE)
+                "accuracy", "Training accuracy",
+                "The dense network is trained by the same recipe, without gates." if gated else "",
+                _values(history, "accuracy", label, BLUE)
                 + _values(run.dense_history, "accuracy", "dense", ORANGE, "dash"),
-                _layout(history, "accuracy", tickformat=".0%"),
+                _layout(run, "accuracy", tickformat=".0%"),
             )
         )  # fmt: skip
-    if any(record.phase != "open" for record in history):  # other methods have no gates, and cut after their training
+    if gated:
         budget = run.budget
         costs = _values(history, "cost", "cost", BLUE)
         if budget is not None:
@@ -52,17 +55,17 @@ def section(run: Run) -> Section | None:
             Plot(
                 "cost", f"{which} against the budget",
                 "Expected cost while the gates are soft, true cost once they are discrete, over the dense network's.",
-                costs, _layout(history, f"share of the {which}", tickformat=".0%", rangemode="tozero"),
+                costs, _layout(run, f"share of the {which}", tickformat=".0%", rangemode="tozero"),
             ),
             Plot(
                 "temperature", "Temperature and undecided gates",
                 "Undecided are gates with a probability between 5% and 95%; a cold temperature makes them choose.",
                 [line("temperature", x, [record.temperature for record in history], ORANGE),
                  *_values(history, "undecided", "undecided gates", GREEN, "dash")],
-                _layout(history, "share, temperature", rangemode="tozero"),
+                _layout(run, "share, temperature", rangemode="tozero"),
             ),
         ]  # fmt: skip
-    plots += _discrepancy(history) + _gates(run)
+    plots += _discrepancy(run) + _gates(run)
     return Section("training", "Training", plots=tuple(plots))
 
 
@@ -76,22 +79,28 @@ def _values(history: Sequence[EpochRecord], name: str, label: str, color: str, d
     return [*several, line(label, x, [sum(part) / len(part) for part in values], color, dash)]
 
 
-def _layout(history: Sequence[EpochRecord], title: str, **more: Any) -> dict[str, Any]:
-    """Lines where the run entered a new phase."""
+def _layout(run: Run, title: str, **more: Any) -> dict[str, Any]:
+    """Lines where the run entered a new phase, or was cut."""
+    marks = [
+        (after.epoch - 0.5, PHASES[after.phase])
+        for before, after in pairwise(run.history)
+        if after.phase != before.phase and after.phase in PHASES
+    ]
+    tuned = run.info.get("finetune_epochs")
+    if type(tuned) is int and 0 < tuned < len(run.history):
+        marks.append((run.history[-tuned].epoch - 0.5, "cut, then fine-tuned"))
     shapes, notes = [], []
-    for before, after in pairwise(history):
-        if after.phase != before.phase and after.phase in PHASES:
-            place = {"x": after.epoch - 0.5, "xref": "x", "yref": "paper"}
-            edge = {"x0": place["x"], "x1": place["x"], "y0": 0, "y1": 1, "xref": "x", "yref": "paper"}
-            shapes.append({"type": "line", "line": {"color": GREY, "width": 1, "dash": "dot"}} | edge)
-            notes.append(place | {"y": 1, "text": PHASES[after.phase], "showarrow": False, "xanchor": "left",
-                                  "yanchor": "bottom", "font": {"size": 11}})  # fmt: skip
+    for x, text in marks:
+        edge = {"x0": x, "x1": x, "y0": 0, "y1": 1, "xref": "x", "yref": "paper"}
+        shapes.append({"type": "line", "line": {"color": GREY, "width": 1, "dash": "dot"}} | edge)
+        notes.append({"x": x, "y": 1, "xref": "x", "yref": "paper", "text": text, "showarrow": False,
+                      "xanchor": "left", "yanchor": "bottom", "font": {"size": 11}})  # fmt: skip
     return {"xaxis": axis("epoch"), "yaxis": axis(title, **more), "shapes": shapes, "annotations": notes}
 
 
-def _discrepancy(history: Sequence[EpochRecord]) -> list[Plot]:
+def _discrepancy(run: Run) -> list[Plot]:
     """How far the particles are from the posterior, where there are several."""
-    known = [(record.epoch, record.discrepancy) for record in history if record.discrepancy is not None]
+    known = [(record.epoch, record.discrepancy) for record in run.history if record.discrepancy is not None]
     if not known:
         return []
     x, values = zip(*known, strict=True)
@@ -101,7 +110,7 @@ def _discrepancy(history: Sequence[EpochRecord]) -> list[Plot]:
             "The rate at which a step can still bring the particles nearer to the posterior, as one batch shows it: "
             "its noise is part of it. It falls while they learn, to no less than a few particles allow; as long as "
             "gates are soft, and where they become discrete, the posterior itself changes.",
-            [line("discrepancy", x, values, BLUE)], _layout(history, "discrepancy", type="log"),
+            [line("discrepancy", x, values, BLUE)], _layout(run, "discrepancy", type="log"),
         )
     ]  # fmt: skip
 
