@@ -156,7 +156,9 @@ def memory(device: torch.device) -> str:
 
 def show(rows: Sequence[Row], title: str) -> None:
     """Print the table on standard output."""
-    Console(file=sys.stdout).print(render(rows, title))
+    console = Console(file=sys.stdout)
+    console.print(Text(title), soft_wrap=True)  # names out of files are no markup, and may be wider than the table
+    console.print(render(rows))
 
 
 def show_evaluation(found: Evaluation, title: str) -> None:
@@ -201,13 +203,13 @@ def render_efficiency(rows: Sequence[Efficiency]) -> Table:
     return table
 
 
-def render(rows: Sequence[Row], title: str) -> Table:
+def render(rows: Sequence[Row]) -> Table:
     """Rows as a table: accuracy, costs and calibration for classification, the error for regression."""
     regression = "rmse" in rows[0].metrics
     quality = {"rmse": "RMSE"} if regression else {"accuracy": "accuracy"}
     doubt = {"nll": "NLL"} if regression else {"ece": "ECE", "nll": "NLL"}
     costs = ("FLOPs\n(MACs)", "parameters", "bytes\non disk")
-    table = _section(title, "network", *quality.values(), *costs, *doubt.values())
+    table = _section(None, "network", *quality.values(), *costs, *doubt.values())
     place = CLEAN
     for row in rows:
         if row.data != place:
@@ -276,8 +278,10 @@ def render_speed(rows: Sequence[SpeedRow], title: str) -> Group:
     return Group(*parts, table)
 
 
-def _section(title: str, *columns: str) -> Table:
-    table = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+def _section(title: str | None, *columns: str) -> Table:
+    table = Table(
+        title=title and Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+    )
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i else "left", no_wrap=True)
     return table
