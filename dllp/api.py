@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from dllp.collect import collect
 from dllp.config import Config
 from dllp.data import StreamBatches
 from dllp.errors import ConfigError, NumericsError, StructureError
-from dllp.gating import FilterFn
+from dllp.gating import ChannelGating, FilterFn, WeightGating
 from dllp.parallel import Place
 from dllp.particles import Particles
 from dllp.prepare import Data, Source, check_parts, make_gating, prepare
@@ -71,8 +72,7 @@ def prune(
     def build(place: Place) -> Trainer:
         particles = Particles.start(model, config, batches.device, place.own)
         gating = make_gating(model, structure, particles, config, filter_fn)
-        sizes = {"num_data": batches.num_examples, "steps_per_epoch": batches.steps}
-        return Trainer(particles, gating, config, **sizes, place=place)
+        return _trainer(particles, gating, config, batches, place)
 
     return collect(_train(build, place, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
 
@@ -95,9 +95,7 @@ def train_dense(
     place = _placed(ranks, config, batches, model, example)
 
     def build(place: Place) -> Trainer:
-        particles = Particles.start(model, config, batches.device, place.own)
-        sizes = {"num_data": batches.num_examples, "steps_per_epoch": batches.steps}
-        return Trainer(particles, None, config, **sizes, place=place)
+        return _trainer(Particles.start(model, config, batches.device, place.own), None, config, batches, place)
 
     return collect(_train(build, place, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
 
@@ -123,6 +121,22 @@ def share_reading(batches: StreamBatches, place: Place) -> None:
     """Let every process read and decode only what it owns of each batch."""
     batches.share(place.part(batches.batch_size), place.shards.payloads, first=place.first)
     place.batch = batches.batch_size
+
+
+def _trainer(
+    particles: Particles, gating: ChannelGating | WeightGating | None, config: Config, batches: Source, place: Place
+) -> Trainer:
+    """A run before its first step; of a regression whose targets are large the noise begins at their mean square.
+
+    From 1 Adam would take thousands of steps up there: it remembers the size of its first gradients. To what is below 1
+    its way is short.
+    """
+    sizes = {"num_data": batches.num_examples, "steps_per_epoch": batches.steps}
+    trainer = Trainer(particles, gating, config, **sizes, place=place)
+    if config.task == "regression":
+        _, targets = next(iter(batches.epoch(0)))
+        trainer.belief.log_d.fill_(-0.5 * math.log(max(1.0, float(targets.double().square().mean()))))
+    return trainer
 
 
 def _train(

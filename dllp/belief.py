@@ -77,11 +77,15 @@ class Belief:
         return gates.sample(self.logits, temperature, self.place.take(noise))
 
     def prior_pulls(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """(n, P) -> the pull of slab and spike on each unit's coordinates, (n, U) each; sets the slab's gradient."""
+        """(n, P) -> the pull of slab and spike on each unit's coordinates, (n, U) each; sets the slab's gradient.
+
+        Other priors are of the sizes |scale|, which a single coordinate's root mean square is, too.
+        """
         scales = self._gating.scales
         if self.other is not None:
             prior, parameters = self.other
-            scores = prior.unit_scores(scales.of(rows), scales.lengths, *parameters)
+            scale = scales.of(rows)
+            scores = prior.unit_scores(scale.abs(), scales.lengths, *parameters) * scale.sign()
             pull = self.strength * scales.pulls(rows, scores)
             return pull, torch.zeros_like(pull)
         self.prior = (scales.of(rows), self.logits, scales.spread(self.log_slab).exp(), self.spike)
@@ -163,6 +167,7 @@ class Belief:
             slab = scales.spread(self.log_slab).exp().double()
             return priors.spike_and_slab_log_prob(values, self.logits.double(), slab, self.spike).sum(1)
         prior, parameters = self.other
+        values = values.abs()
         parts = values.split(list(scales.lengths), dim=1) if prior.scope == "module" else [values]
         sums = [torch.stack([prior.log_prob(row, *parameters).sum() for row in part]) for part in parts]
         return torch.stack(sums).sum(0)

@@ -17,6 +17,8 @@ from dllp.errors import ConfigError
 Granularity = Literal["channel", "weight"]
 SPIKE_AND_SLAB = "spike_and_slab"
 MOST_PARTICLES = 4096
+LARGEST = 3.4028234663852886e38
+"""What float32 holds."""
 SHUT = 50.0
 """Logits beyond this are certainties in every precision."""
 
@@ -90,7 +92,8 @@ class Config:
             little to be heard through the noise of all the others.
         dual_step: Step of the budget's multiplier; many single weights need a faster one than channels.
         gap_penalty: Weight of the squared gap between expected cost and ramp.
-        mean_weight: Share of the task loss taken on the mean prediction of all particles.
+        mean_weight: Share of the cross-entropy that is taken to the mean prediction of all particles, held fixed,
+            instead of the labels; for classification.
         patience: Stop early when the training loss has not improved for this many epochs after
             gates are discrete (0: run all epochs).
     """
@@ -185,8 +188,10 @@ class Config:
             raise ConfigError(f"gate_logit = {self.gate_logit}: beyond {SHUT:g} on either side no gate could move")
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum = {self.momentum} is outside [0, 1)")
-        if not 0 <= self.mean_weight <= 1:
-            raise ConfigError(f"mean_weight = {self.mean_weight} is outside [0, 1]")
+        if not 0 <= self.mean_weight < 1:
+            raise ConfigError(f"mean_weight = {self.mean_weight} is outside [0, 1): with 1 no label would be seen")
+        if self.mean_weight and self.task == "regression":
+            raise ConfigError(f"mean_weight = {self.mean_weight} is for classification: leave it out")
         if self.epsilon is not None and self.epsilon <= self.slab:
             raise ConfigError(f"epsilon = {self.epsilon} must exceed slab = {self.slab}: the spike is the narrow part")
         if not 0 <= self.open_until <= self.ramp_until <= self.discrete_at <= 1:
@@ -196,7 +201,7 @@ class Config:
         for name in types_of(type(self)):
             value = getattr(self, name)
             if isinstance(value, (int, float)) and not _storable(value):
-                raise ConfigError(f"{name} = {value}: a finite number of 64 bits is needed")
+                raise ConfigError(f"{name} = {value}: a finite number that float32, or 64 bits, can hold is needed")
         if self.slab_decay and self.prior != SPIKE_AND_SLAB:
             raise ConfigError(f"slab_decay = true needs a slab: prior = {self.prior} has none, leave one of both out")
         if self.task == "regression" and self.likelihood == "categorical":
@@ -291,7 +296,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _storable(value: float) -> bool:
     """Whether a file can hold it, and a computation start from it."""
-    return math.isfinite(value) if isinstance(value, float) else -(2**63) <= value < 2**63
+    return abs(value) <= LARGEST if isinstance(value, float) else -(2**63) <= value < 2**63
 
 
 def _wanted(hint: Any) -> str:

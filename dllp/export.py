@@ -105,13 +105,24 @@ class Together(nn.Module):
         return mean, noise.expand_as(mean).clone(), members.var(0, correction=0)
 
 
+def format_of(path: Path, wanted: str | None) -> Format:
+    """The format of a file: the one that is wanted, or what its name ends in, which must not contradict each other."""
+    known, ending = get_args(Format), path.suffix.removeprefix(".")
+    if wanted is not None and wanted not in known:
+        raise ConfigError(f"format = {wanted!r} is unknown: choose {' or '.join(known)}")
+    named = ending if ending in known else None
+    if wanted and named and wanted != named:
+        raise ConfigError(f"{path} ends in .{named}, but format = {wanted}: give one of them, or both alike")
+    return cast(Format, wanted or named or "onnx")
+
+
 @undisturbed()
 def export(
     result: Result,
     path: str | Path,
     shape: tuple[int, ...],
     *,
-    format: Format = "onnx",
+    format: Format | None = None,
     particle: int | None = 0,
     uint8: bool = False,
     pad_to: int = 1,
@@ -122,14 +133,13 @@ def export(
         result: The run.
         path: The file; an old one is replaced.
         shape: Of one input, without the batch: (channels, height, width).
-        format: `onnx`, which needs the extra of that name, or `pt2`.
+        format: `onnx`, which needs the extra of that name, or `pt2`; by default what the file's name ends in, or onnx.
         particle: Which extracted network, or None for all of them with their doubt.
         uint8: Take raw images and normalise them inside, as `result.info["data"]` says.
         pad_to: Add dead channels up to a multiple of this: the same function, on kernels that like such widths.
     """
     path = Path(path)
-    if format not in get_args(Format):
-        raise ConfigError(f"format = {format!r} is unknown: choose {' or '.join(get_args(Format))}")
+    format = format_of(path, format)
     if particle is not None and not 0 <= particle < len(result.slabs):
         raise ConfigError(f"there is no particle {particle + 1}: the run has {len(result.slabs)}")
     if pad_to < 1:
@@ -244,9 +254,14 @@ def _one_line() -> Iterator[None]:
     except OSError as error:  # not the network's fault
         raise ExportError(f"the exporter cannot write: {error.strerror or error}; free some space") from error
     except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = f"{type(error).__name__}: {lines[0] if lines else ''}"
-        raise ExportError(f"the network cannot be traced with a dynamic batch ({reason})") from error
+        traced = not isinstance(error, torch.onnx.OnnxExporterError)
+        cause: BaseException = error
+        while not traced and cause.__cause__ is not None:  # the first of several is about what was tried, not why
+            cause = cause.__cause__
+        lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+        reason = f"{type(cause).__name__}: {lines[0] if lines else ''}"
+        what = "the network cannot be traced with a dynamic batch" if traced else "ONNX has no form for the network"
+        raise ExportError(f"{what} ({reason}){'' if traced else ': use format = pt2'}") from error
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,8 +60,11 @@ class Posterior:
 
     def to(self, device: torch.device | str) -> Posterior:
         """Move every network; returns itself."""
-        for network in self.networks:
-            network.to(device)
+        try:
+            for network in self.networks:
+                network.to(device)
+        except (AssertionError, RuntimeError) as error:  # PyTorch's own, where there is no such device
+            raise ConfigError(f"device = {str(device)!r} cannot be used ({first_line(error)}): try 'cpu'") from error
         return self
 
     @torch.no_grad()
@@ -74,7 +78,8 @@ class Posterior:
         predictions, noises = [], []
         for network, constant in zip(self.networks, self.noise.float().cpu(), strict=True):
             device = next(network.parameters()).device
-            parts = [_forward(network, part.to(device)).float().flatten(1).cpu() for part in x.split(batch_size)]
+            with _evaluating(network):
+                parts = [_forward(network, part.to(device)).float().flatten(1).cpu() for part in x.split(batch_size)]
             outputs, noise = torch.cat(parts), constant.expand(len(x))
             if self.head:
                 outputs, log_d = objective.split_noise(outputs)
@@ -119,6 +124,18 @@ def decompose(members: Tensor) -> Prediction:
 def _entropy(p: Tensor) -> Tensor:
     """(..., C) -> (...) in nats, with 0 log 0 = 0."""
     return torch.special.entr(p).sum(-1)
+
+
+@contextmanager
+def _evaluating(network: nn.Module) -> Iterator[None]:
+    """Answers are those of evaluation, and change no statistics, whatever mode the user left the network in."""
+    modes = {module: module.training for module in network.modules()}
+    network.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 # ---- inputs that a user gives

@@ -22,7 +22,7 @@ def export(given: dict[str, Any]) -> None:
     """One particle, or the posterior, as an ONNX or pt2 file."""
     if given.get("posterior") and "particle" in given:
         raise ConfigError("--particle and --posterior exclude each other: give one of them")
-    format = given.get("format", "onnx")
+    format = exporting.format_of(Path(given["out"]), given.get("format"))
     if format == "onnx":
         exporting.require_onnx()
     result, shape, _ = open_run(given)

@@ -85,9 +85,13 @@ class Step:
 
     @property
     def phase(self) -> Phase:
+        return self.phase_at(self.step_index)
+
+    def phase_at(self, step: int) -> Phase:
+        """Of a step before the gates are decided; once they are, it is discrete."""
         if self.belief.keep is not None:
             return "discrete"
-        return "open" if self.gating is None or self.progress < self.config.open_until else "soft"
+        return "open" if self.gating is None or step / self.total_steps < self.config.open_until else "soft"
 
     def prepare(self, x: Tensor) -> None:
         """What comes before a step: gates that are due are decided, knobs are set."""
@@ -217,7 +221,7 @@ class Step:
             losses, hits, noises, through = self._over_shards(losses, hits, noises, through)
         self.statistics[0] += losses
         self.statistics[1] += hits
-        self.belief.d_noise.copy_(noises).mul_(-self.config.beta)
+        self.belief.d_noise.copy_(noises).neg_()  # whatever beta is: Adam takes no notice of a factor, 0 apart
         return through
 
     def _backward_part(self, x: Tensor, y: Tensor, leaves: list[Tensor], weight: float, add: bool) -> list[Tensor]:

@@ -145,7 +145,10 @@ class Trainer(Step):
 
     def _close_epoch(self, epoch: int, began: float) -> None:
         self.history.append(self._record(epoch, began))
-        if self.phase == "discrete":
+        began_at = self.step_index - self.steps_per_epoch
+        if (
+            self.phase == "discrete" and began_at / self.total_steps >= self.config.discrete_at
+        ):  # from its first step on
             loss = sum(self.history[-1].loss)
             self.best, self.waited = (loss, 0) if loss < self.best else (self.best, self.waited + 1)
 
@@ -182,7 +185,7 @@ class Trainer(Step):
         self.statistics.zero_()
         return EpochRecord(
             epoch=epoch + 1,
-            phase=self.phase,
+            phase=self.phase_at(self.step_index - 1),
             loss=loss,
             accuracy=hits if self.config.task == "classification" else None,
             lr=self.lr,

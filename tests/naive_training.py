@@ -81,7 +81,7 @@ class Reference:
             likelihood = gaussian if c.likelihood == "gaussian" else -loss
             task = torch.autograd.grad(loss, list(p.values()), retain_graph=True)
             score = torch.autograd.grad(likelihood, list(p.values()), retain_graph=True)
-            noise = noise - c.beta * gaussian
+            noise = noise - gaussian
             total = total + loss - c.beta * likelihood
             if phase != "discrete":
                 scale = scales_of(p, c.granularity)

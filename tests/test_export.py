@@ -264,3 +264,36 @@ def test_inputs_repeat() -> None:
     assert torch.equal(export.inputs(3, SHAPE), export.inputs(3, SHAPE))
     raw = export.inputs(3, SHAPE, uint8=True)
     assert raw.dtype == torch.uint8 and len(np.unique(raw.numpy())) > 50
+
+
+def test_a_name_says_its_format() -> None:
+    for name, wanted, found in (
+        ("a.onnx", None, "onnx"), ("a.pt2", None, "pt2"), ("a", None, "onnx"), ("a.bin", "pt2", "pt2"),
+        ("a.pt2", "pt2", "pt2"),
+    ):  # fmt: skip
+        assert export.format_of(Path(name), wanted) == found
+    with pytest.raises(ConfigError, match=r"a.pt2 ends in .pt2, but format = onnx"):
+        export.format_of(Path("a.pt2"), "onnx")
+    with pytest.raises(ConfigError, match="format = 'tflite' is unknown: choose onnx or pt2"):
+        export.format_of(Path("a.onnx"), "tflite")
+
+
+class Attention(nn.Module):
+    """Of tensors with three dimensions, which ONNX's exporter has no form for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Conv2d(1, 12, 3), nn.Conv2d(12, 8, 3), nn.Linear(8, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.second(self.first(x).relu()).flatten(2).transpose(1, 2)
+        return self.last(nn.functional.scaled_dot_product_attention(y, y, y).mean(1))
+
+
+def test_what_onnx_cannot_say_is_told_with_its_cause(tmp_path: Path) -> None:
+    data = (torch.randn(32, 1, 8, 8), torch.arange(32) % 10)
+    config = dllp.Config(keep_flops=0.6, epochs=1, batch_size=32, particles=1)
+    result = dllp.prune(Attention(), data, config, filter_fn=lambda module, name: name == "first")
+    with pytest.raises(ExportError, match=r"ONNX has no form for the network \(.*4D query.*\): use format = pt2"):
+        export.export(result, tmp_path / "a.onnx", (1, 8, 8))
+    assert export.export(result, tmp_path / "a.pt2", (1, 8, 8)).format == "pt2"

@@ -167,3 +167,20 @@ def test_a_network_without_the_output_is_refused() -> None:
     network = nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 1))
     with pytest.raises(dllp.DataError, match="besides that for log d"):
         dllp.prune(network, (x, y), dllp.Config(task="regression", noise="input", epochs=1, device="cpu"))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_constant_noise_finds_the_residuals_of_large_targets_too(scale: float, beta: float) -> None:
+    """Whatever the Stein term weighs, and however far from 1 they lie."""
+    torch.manual_seed(0)
+    x = torch.randn(400, 4)
+    y = scale * (x[:, :1] - x[:, 1:2] + 0.5 * torch.randn(400, 1))
+    network = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
+    config = dllp.Config(
+        task="regression", keep_flops=0.6, epochs=60, batch_size=40, init="fresh", lr=0.01 if scale == 1 else 0.001,
+        beta=beta,
+    )  # fmt: skip
+    result = dllp.prune(network, (x, y), config)
+    errors = (result.posterior.members(x) - y).square().mean((1, 2))
+    assert torch.allclose(result.gates["noise"].log(), errors.log(), atol=0.3)

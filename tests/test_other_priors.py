@@ -166,3 +166,19 @@ def test_invalid_parameters_are_one_clear_error(tmp_path: Path, capsys: pytest.C
     assert main(["prune", "--prior", "cauchy", "--out", str(tmp_path / "x")]) == 2
     one_line(capsys, "prior", "laplace")
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_prior_is_of_sizes(name: str) -> None:
+    """A factor and its negative are drawn to 0 alike, and are as likely."""
+    found: list[Trainer] = []
+    data = (torch.randn(32, 1, 8, 8), torch.arange(32) % 10)
+    config = Config(keep_flops=0.5, epochs=1, batch_size=32, prior=name)  # type: ignore[arg-type]
+    dllp.prune(small_cnn(), data, config, on_start=found.append)
+    belief, rows = found[0].belief, found[0].particles.rows.clone()
+    at = belief._gating.scales.coordinates[:, 0]
+    rows[:, at] = torch.rand(len(rows), len(at)) + 0.1
+    other = rows.clone()
+    other[:, at[::3]] *= -1
+    torch.testing.assert_close(belief.prior_pulls(other)[0], belief.prior_pulls(rows)[0])
+    torch.testing.assert_close(belief.log_prior(other), belief.log_prior(rows))

@@ -181,3 +181,22 @@ def test_integers_are_for_the_network_to_take() -> None:
 
     x = torch.randint(256, (5, 4)).to(torch.uint8)
     assert Posterior([Scaled()], torch.ones(1)).predict(x).mean.shape == (5, 3)
+
+
+def test_answers_are_those_of_evaluation_whatever_the_mode() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3)).eval()
+    posterior, x = Posterior([network], torch.ones(1)), torch.randn(20, 4)
+    before, state = posterior.predict(x).mean, {k: v.clone() for k, v in network.state_dict().items()}
+    network.train()
+    network[2].eval()
+    assert torch.equal(posterior.predict(x).mean, before)
+    assert all(torch.equal(v, state[k]) for k, v in network.state_dict().items())
+    assert network.training and network[1].training and not network[2].training, "left as it was"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("name", ["cuda", "nowhere"])
+def test_a_device_that_is_not_there(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"device = '{name}' cannot be used"):
+        Posterior([nn.Linear(2, 2)], torch.ones(1)).to(name)

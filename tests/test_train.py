@@ -70,6 +70,21 @@ def test_patience_stops_a_run_that_no_longer_improves() -> None:
     assert len(dllp.prune(mlp(8), table(), replace(config, epochs=8, patience=0)).history) == 8
 
 
+def test_patience_counts_epochs_that_are_discrete_from_their_first_step_on() -> None:
+    """The third of four is half soft: its low loss is no measure for what comes after the cut."""
+    found: list[Trainer] = []
+    config = quick(epochs=4, lr=1e-9, lr_end=0.0, ramp_until=0.5, discrete_at=0.6, patience=1)
+    result = dllp.prune(mlp(8), table(40), config, on_start=found.append)
+    assert [record["phase"] for record in result.history][-2:] == ["discrete", "discrete"]
+    assert found[0].waited == 0 and found[0].best == sum(result.history[-1]["loss"])
+
+
+def test_an_epoch_has_the_phase_of_its_last_step() -> None:
+    config = quick(epochs=6, open_until=0.5, ramp_until=0.6, discrete_at=0.7)
+    phases = [record["phase"] for record in dllp.prune(mlp(8), table(40), config).history]
+    assert phases == ["open", "open", "open", "soft", "discrete", "discrete"]
+
+
 def test_patience_waits_for_the_loss_after_the_cut() -> None:
     """The loss jumps when most of the network is cut; while it falls again from there the run goes on."""
     network, data = mlp(32), table()

@@ -104,7 +104,12 @@ def export() -> ArgumentParser:
     parser = new_parser("export DIR --out FILE", about, examples.EXPORT)
     _folder(parser)
     parser.add_argument("--out", type=str, required=True, metavar="FILE", help="File to write.")
-    parser.add_argument("--format", type=Literal["onnx", "pt2"], default="onnx", metavar="onnx|pt2", help="Its kind.")
+    parser.add_argument(
+        "--format",
+        type=Literal["onnx", "pt2"],
+        metavar="onnx|pt2",
+        help="Its kind; by default what its name ends in, or onnx.",
+    )
     parser.add_argument("--posterior", action="store_true", help="All particles, with their doubt as further outputs.")
     parser.add_argument("--uint8", action="store_true", help="Take raw images and normalise them inside.")
     text = "Add dead channels up to multiples of this; the outputs stay the same."

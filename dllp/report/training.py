@@ -29,9 +29,10 @@ def section(run: Run) -> Section | None:
         Plot(
             "loss", "Training loss",
             "Mean over the particles; the band reaches from the best to the worst of them. "
-            f"Loss and accuracy are of the training batches as they were seen, with {seen}.",
+            f"{'Loss is' if run.regression else 'Loss and accuracy are'} of the training batches as they were seen, "
+            f"with {seen}.",
             _values(history, "loss", label, BLUE) + _values(run.dense_history, "loss", "dense", ORANGE, "dash"),
-            _layout(run, "loss in nats", type="log"),
+            _layout(run, "squared error" if run.regression else "loss in nats", type="log"),
         )
     ]  # fmt: skip
     if all(record.accuracy is not None for record in history):
