@@ -58,7 +58,11 @@ class Checkpoints:
         return sorted(self.folder.glob("step-*.safetensors"))
 
     def begin(self) -> None:
-        """Training starts now."""
+        """Training starts now, where checkpoints can be written."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ArtifactError(f"checkpoints cannot be written to {self.folder}: {error.strerror or error}") from error
         if self.on_begin is not None:
             self.on_begin()
 

@@ -231,15 +231,24 @@ def save(program: torch.export.ExportedProgram, path: Path, outputs: tuple[str, 
 
 
 def packed(program: torch.export.ExportedProgram, outputs: tuple[str, ...], format: Format) -> bytes:
-    """A graph as the content of an ONNX or pt2 file; PyTorch's own writing of files aborts on a full disk."""
+    """A graph as the content of an ONNX or pt2 file; PyTorch's own writing of files aborts on a full disk.
+
+    Where its operations stand in whose source code is left out: it is of the machine that wrote it.
+    """
     with _quiet(), _one_line():
         if format == "pt2":
             buffer = io.BytesIO()
+            for node in program.graph.nodes:
+                node.meta.pop("stack_trace", None)
             torch.export.save(program, buffer)
             return buffer.getvalue()
         options: dict[str, Any] = dict(input_names=[INPUT], output_names=list(outputs), dynamic_shapes=_any_batch())
         done = torch.onnx.export(program, (), dynamo=True, external_data=False, verbose=False, **options)
-        return cast(torch.onnx.ONNXProgram, done).model_proto.SerializeToString()
+        model = cast(torch.onnx.ONNXProgram, done).model_proto
+        graph = model.graph
+        for part in (graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
+            part.ClearField("metadata_props")
+        return model.SerializeToString()
 
 
 def _any_batch() -> tuple[dict[int, Any]]:

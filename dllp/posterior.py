@@ -87,7 +87,13 @@ class Posterior:
             predictions.append(outputs)
             noises.append(noise)
         stacked = torch.stack(predictions)
-        return stacked.softmax(-1) if self.task == "classification" else stacked, torch.stack(noises)
+        stacked = stacked.softmax(-1) if self.task == "classification" else stacked
+        if bool(stacked.isnan().any()):
+            example = int(stacked.isnan().any(dim=-1).any(dim=0).nonzero()[0])
+            raise DataError(
+                f"the networks answer example {example} with NaN: are its inputs in the range of the training's?"
+            )
+        return stacked, torch.stack(noises)
 
     def members(self, x: Tensor, batch_size: int = 512) -> Tensor:
         """(B, ...) inputs -> (n, B, C) probabilities (classification) or outputs (regression), on the CPU."""

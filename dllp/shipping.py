@@ -97,7 +97,9 @@ def open_run(given: dict[str, Any]) -> tuple[Result, tuple[int, ...], Callable[[
     if "model" not in given and "model" not in stored:
         raise ConfigError(f"{folder} has no {SETTINGS}: name the run's network with --model")
     shape = tuple(given.get("shape") or known.get("shape") or ())
-    if not shape or min(shape) < 1:
+    if shape and min(shape) < 1:
+        raise ConfigError(f"shape = {' '.join(map(str, shape))}: positive numbers are needed, such as --shape 3 32 32")
+    if not shape:
         raise ConfigError(f"{folder} does not say what its inputs look like: give --shape, for example --shape 3 32 32")
     task = Task(**{name: (stored | given)[name] for name in options.TASK if name in stored | given})
     pruning.check_import(task, given, "the run's")

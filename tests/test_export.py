@@ -297,3 +297,14 @@ def test_what_onnx_cannot_say_is_told_with_its_cause(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"ONNX has no form for the network \(.*4D query.*\): use format = pt2"):
         export.export(result, tmp_path / "a.onnx", (1, 8, 8))
     assert export.export(result, tmp_path / "a.pt2", (1, 8, 8)).format == "pt2"
+
+
+@pytest.mark.parametrize("name", ["a.onnx", "a.pt2"])
+def test_a_file_does_not_say_where_it_was_made(tmp_path: Path, name: str) -> None:
+    data = (torch.randn(32, 1, 8, 8), torch.arange(32) % 10)
+    config = dllp.Config(keep_flops=0.6, epochs=1, batch_size=32)
+    result = dllp.prune(build("small_cnn", num_classes=10, in_channels=1, image_size=8), data, config)
+    export.export(result, tmp_path / name, (1, 8, 8), particle=None)
+    content = (tmp_path / name).read_bytes()
+    for place in {Path(dllp.__file__).parent, Path(torch.__file__).parent, Path(__file__).parent}:
+        assert str(place).encode() not in content

@@ -200,3 +200,13 @@ def test_answers_are_those_of_evaluation_whatever_the_mode() -> None:
 def test_a_device_that_is_not_there(name: str) -> None:
     with pytest.raises(ConfigError, match=f"device = '{name}' cannot be used"):
         Posterior([nn.Linear(2, 2)], torch.ones(1)).to(name)
+
+
+def test_answers_that_are_no_numbers_are_told() -> None:
+    network = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    with torch.no_grad():
+        network[0].weight.fill_(1e3)
+    x = torch.ones(5, 4)
+    x[3] = 1e38
+    with pytest.raises(DataError, match="the networks answer example 3 with NaN"):
+        Posterior([network], torch.ones(1)).predict(x)

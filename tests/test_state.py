@@ -207,3 +207,11 @@ def test_a_snapshot_is_a_copy() -> None:
     run.statistics.add_(1)
     assert all(torch.equal(tensors[name], value) for name, value in before.items())
     assert values["step"] == 0 and replace(run.config, seed=9) != run.config
+
+
+def test_a_place_that_takes_no_checkpoints_is_told_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    steps: list[Trainer] = []
+    with pytest.raises(ArtifactError, match=r"checkpoints cannot be written to .*file"):
+        dllp.prune(network(), table(), config(), on_step=steps.append, checkpoints=Checkpoints(tmp_path / "file"))
+    assert not steps
