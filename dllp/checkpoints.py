@@ -58,11 +58,9 @@ class Checkpoints:
         return sorted(self.folder.glob("step-*.safetensors"))
 
     def begin(self) -> None:
-        """Training starts now, where checkpoints can be written."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ArtifactError(f"checkpoints cannot be written to {self.folder}: {error.strerror or error}") from error
+        """Training starts now."""
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ArtifactError(f"checkpoints cannot be written to {self.folder}: it is no folder, give another")
         if self.on_begin is not None:
             self.on_begin()
 
