@@ -84,8 +84,7 @@ class Belief:
         scales = self._gating.scales
         if self.other is not None:
             prior, parameters = self.other
-            scale = scales.of(rows)
-            scores = prior.unit_scores(scale.abs(), scales.lengths, *parameters) * scale.sign()
+            scores = prior.unit_scores(scales.of(rows), scales.lengths, *parameters)
             pull = self.strength * scales.pulls(rows, scores)
             return pull, torch.zeros_like(pull)
         self.prior = (scales.of(rows), self.logits, scales.spread(self.log_slab).exp(), self.spike)

@@ -187,11 +187,13 @@ class Prior:
                 raise ConfigError(f"prior {self.name}: {name} = {value}: a positive number is needed")
 
     def unit_scores(self, values: Tensor, lengths: Sequence[int], *parameters: Tensor | float) -> Tensor:
-        """(n, U) values in modules of `lengths` units -> (n, U): each network's own score."""
+        """(n, U) values in modules of `lengths` units -> (n, U): each network's scores under a prior of sizes."""
+        sizes = values.abs()
         if self.scope == "element":
-            return self.score(values, *parameters)
-        parts = values.split(list(lengths), dim=1) if self.scope == "module" else [values]
-        return torch.cat([torch.stack([self.score(row, *parameters) for row in part]) for part in parts], dim=1)
+            return self.score(sizes, *parameters) * values.sign()
+        parts = sizes.split(list(lengths), dim=1) if self.scope == "module" else [sizes]
+        scores = [torch.stack([self.score(row, *parameters) for row in part]) for part in parts]
+        return torch.cat(scores, dim=1) * values.sign()
 
 
 def _negated(energy: Callable[..., Tensor]) -> Callable[..., Tensor]:

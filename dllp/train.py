@@ -146,9 +146,8 @@ class Trainer(Step):
     def _close_epoch(self, epoch: int, began: float) -> None:
         self.history.append(self._record(epoch, began))
         began_at = self.step_index - self.steps_per_epoch
-        if (
-            self.phase == "discrete" and began_at / self.total_steps >= self.config.discrete_at
-        ):  # from its first step on
+        # discrete from its first step on: the loss of an epoch that was partly soft is no measure
+        if self.phase == "discrete" and began_at / self.total_steps >= self.config.discrete_at:
             loss = sum(self.history[-1].loss)
             self.best, self.waited = (loss, 0) if loss < self.best else (self.best, self.waited + 1)
 

@@ -176,8 +176,7 @@ def penalty(scales: Scales, prior: Prior, strength: float, *parameters: float) -
     at = scales.coordinates
 
     def gradient(rows: Tensor) -> Tensor:
-        scale = scales.of(rows)
-        scores = prior.unit_scores(scale.abs(), scales.lengths, *parameters) * scale.sign()
+        scores = prior.unit_scores(scales.of(rows), scales.lengths, *parameters)
         result = torch.zeros_like(rows)
         result[:, at] = strength * scales.pulls(rows, scores)[..., None] * rows[:, at]
         return result
