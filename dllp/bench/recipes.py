@@ -16,7 +16,7 @@ PEAK_LR = {"resnet20": 0.4, "resnet50": 0.2, "resnet56": 0.4, "vgg11_bn": 0.2, "
 _STRENGTHS = {
     "deephoyer": "strength=1e-05",
     "magnitude-l1": "strength=3e-05",
-    "polarization": "strength=3e-05",
+    "polarization": "strength=0.0003",
     "slimming": "strength=1e-05",
     "sss": "strength=1e-06",
 }
