@@ -237,7 +237,7 @@ class Step:
             loss = objective.task_loss(output, y, c.task)
             rest = objective.residuals(output, y, c.task)
             leaf = leaves[i : i + 1] if leaves[i].requires_grad else []
-            extra = self._likelihood_scores(i, rest, log_d, leaf, share, add) if self.gaussian else None
+            extra = self._likelihood_scores(i, rest, leaf, share, add) if self.gaussian else None
             total = loss
             if mean is not None:
                 total = (1 - c.mean_weight) * loss + c.mean_weight * objective.twin_loss(output, mean)
@@ -273,15 +273,12 @@ class Step:
         mean, rows = mean_prediction([self._divided(output)[0] for output in outputs]), self.place.rows
         return mean if rows.size == 1 else rows.add_(mean / rows.size)
 
-    def _likelihood_scores(
-        self, i: int, rest: Tensor, log_d: Tensor | None, leaf: list[Tensor], share: float, add: bool
-    ) -> Tensor:
-        """Gradients of equation 9 by a vector-Jacobian product of their own: parameters' into `scores`, gates' (U,)."""
-        if log_d is None:
-            value = objective.gaussian_log_likelihood(rest, self.belief.log_d[i])
-        else:
-            value = objective.input_log_likelihood(rest, log_d)
-        value = scaled(value, share)
+    def _likelihood_scores(self, i: int, rest: Tensor, leaf: list[Tensor], share: float, add: bool) -> Tensor:
+        """Gradients of equation 9 by a vector-Jacobian product of their own: parameters' into `scores`, gates' (U,).
+
+        With the constant d even where a d(x) is learned: that one fits the residuals, and must not weigh them.
+        """
+        value = scaled(objective.gaussian_log_likelihood(rest, self.belief.log_d[i]), share)
         found = self.particles.differentiate(i, value, *leaf, into=self.scores, retain_graph=True, add=add)
         return found[0] if found and found[0] is not None else torch.zeros_like(self.belief.logits[i])
 

@@ -96,6 +96,18 @@ def two_levels(n: int = 800) -> tuple[Tensor, Tensor]:
     return x, x + torch.where(x > 0, HIGH, LOW) * torch.randn(n, 1)
 
 
+def test_it_does_not_weigh_the_residuals_it_is_fitted_to() -> None:
+    """A classifier that is sure has a d(x) without end: one wrong answer would then outweigh all others."""
+    torch.manual_seed(0)
+    x = torch.randn(400, 6)
+    y = (x @ torch.randn(6, 3)).argmax(1)
+    network = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3 + 1))
+    options = {"keep_flops": 0.5, "epochs": 30, "batch_size": 40, "init": "fresh", "device": "cpu"}
+    config = dllp.Config(noise="input", likelihood="gaussian", beta=1.0, **options)  # type: ignore[arg-type]
+    answers = dllp.prune(network, (x, y), config).posterior.predict(x)
+    assert float((answers.mean.argmax(1) == y).double().mean()) > 0.9
+
+
 @pytest.fixture(scope="module")
 def run() -> dllp.Result:
     torch.manual_seed(0)
