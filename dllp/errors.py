@@ -1,5 +1,8 @@
 """Errors a user can cause: one line that names the mistake, the place and the way out."""
 
+from numbers import Integral
+from typing import Any
+
 LONGEST = 2000
 
 
@@ -28,6 +31,18 @@ class DllpError(Exception):
 
 class ConfigError(DllpError):
     """A configuration value is out of range or contradicts another one."""
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number, of any kind but a boolean."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_count(**named: Any) -> None:
+    """Raise unless every argument, given by its name, is a whole number of at least 1."""
+    for name, value in named.items():
+        if not is_whole(value) or value < 1:
+            raise ConfigError(f"{name} = {value!r:.60}: a whole number is needed, at least 1")
 
 
 class DataError(DllpError):

@@ -15,8 +15,8 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from dllp import writing
-from dllp.errors import ConfigError, ExportError
+from dllp import reading, writing
+from dllp.errors import ConfigError, ExportError, check_count, first_line, is_whole
 from dllp.extract import plain
 from dllp.objective import split_noise
 from dllp.posterior import decompose
@@ -138,12 +138,15 @@ def export(
         uint8: Take raw images and normalise them inside, as `result.info["data"]` says.
         pad_to: Add dead channels up to a multiple of this: the same function, on kernels that like such widths.
     """
-    path = Path(path)
+    path = reading.as_path(path)
     format = format_of(path, format)
+    if particle is not None and not is_whole(particle):
+        raise ConfigError(f"particle = {particle!r:.60}: a whole number from 0 on is needed, or None for all of them")
     if particle is not None and not 0 <= particle < len(result.slabs):
         raise ConfigError(f"there is no particle {particle + 1}: the run has {len(result.slabs)}")
-    if pad_to < 1:
-        raise ConfigError(f"pad_to = {pad_to}: a positive number of channels is needed")
+    check_count(pad_to=pad_to)
+    if not isinstance(shape, (tuple, list)) or not all(is_whole(n) and n > 0 for n in shape):
+        raise ConfigError(f"shape = {shape!r:.60}: positive whole numbers are needed, such as (3, 32, 32)")
     if path.is_dir():
         raise ConfigError(f"{path} is a folder: give a file for the export, such as {path / ('model.' + format)}")
     if format == "onnx":
@@ -209,9 +212,12 @@ def require_onnx() -> None:
 def inputs(batch: int, shape: tuple[int, ...], uint8: bool = False) -> Tensor:
     """(batch, *shape) random inputs, always the same ones."""
     generator = torch.Generator().manual_seed(batch)
-    if uint8:
-        return torch.randint(256, (batch, *shape), generator=generator, dtype=torch.uint8)
-    return torch.randn(batch, *shape, generator=generator)
+    try:
+        if uint8:
+            return torch.randint(256, (batch, *shape), generator=generator, dtype=torch.uint8)
+        return torch.randn(batch, *shape, generator=generator)
+    except (RuntimeError, TypeError) as error:  # PyTorch's own, of memory and of numbers beyond 64 bits
+        raise ConfigError(f"shape = {shape} is too large ({first_line(error)}): give that of one input") from error
 
 
 def write(network: nn.Module, path: Path, example: Tensor, outputs: tuple[str, ...], format: Format) -> None:

@@ -6,6 +6,7 @@ names the file and the field. SECURITY.md states the limits; nothing here runs w
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -40,6 +41,22 @@ def cap() -> int:
     if not text.isdecimal() or len(text) > DIGITS:
         raise ConfigError(f"${CAP_VARIABLE} = {text!r}: a number of bytes is needed")
     return int(text)
+
+
+def as_path(name: object, kind: type[DllpError] = ArtifactError) -> Path:
+    """What a user names a file or a folder by; raise for what none can be called."""
+    if not isinstance(name, (str, os.PathLike)):
+        raise kind(f"{name!r:.60} is no name of a file or folder: give a text or a pathlib.Path")
+    path = Path(name)
+    check_name(path, kind)
+    try:
+        os.lstat(path)
+    except ValueError:
+        raise kind(f"the name {path} has a NUL byte: choose another") from None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise kind(f"the name {str(path)[:60]}... is too long: choose a shorter one") from None
+    return path
 
 
 def check_name(name: str | os.PathLike[str], kind: type[DllpError] = ConfigError) -> None:

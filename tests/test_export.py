@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import onnx
@@ -199,6 +200,41 @@ def test_mistakes_are_one_line(
     assert main(["export", str(run), "--out", str(tmp_path / "a.onnx"), *words]) == 2
     one_line(capsys, reason)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"particle": "1"}, "particle = '1': a whole number from 0"),
+        ({"particle": 1.0}, "particle = 1.0: a whole number from 0"),
+        ({"particle": True}, "particle = True: a whole number from 0"),
+        ({"particle": -1}, "there is no particle 0"),
+        ({"pad_to": "8"}, "pad_to = '8': a whole number is needed"),
+        ({"pad_to": 1.5}, "pad_to = 1.5: a whole number is needed"),
+        ({"shape": "3"}, "shape = '3': positive whole numbers are needed, such as (3, 32, 32)"),
+        ({"shape": 3}, "shape = 3: positive"),
+        ({"shape": (0, 3)}, "shape = (0, 3): positive"),
+        ({"shape": ("1", "8", "8")}, "shape = ('1', '8', '8'): positive"),
+        ({"shape": torch.zeros(99, 3)}, "shape = tensor([["),
+        ({"shape": (10**12, 10**12)}, "is too large"),
+        ({"path": 3}, "3 is no name of a file"),
+        ({"path": "a\0b"}, r"the name a\x00b has a NUL byte"),
+        ({"path": 300 * "a"}, "is too long"),
+    ],
+)
+def test_mistakes_in_python_are_one_line(
+    result: dllp.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(dllp.DllpError) as caught:
+        export.export(result, **({"path": "a.pt2", "shape": SHAPE, "format": "pt2"} | arguments))
+    assert reason in str(caught.value) and len(str(caught.value)) < 250 and not list(tmp_path.iterdir())
+
+
+def test_shapes_of_any_kind_are_understood(result: dllp.Result, tmp_path: Path) -> None:
+    one: Any = np.int64(1)
+    for shape in (list(SHAPE), torch.Size(SHAPE), tuple(np.array(SHAPE))):
+        assert export.export(result, tmp_path / "a.pt2", cast(Any, shape), particle=one).difference < 1e-5
 
 
 def test_file_is_asked_for(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
