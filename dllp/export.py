@@ -19,7 +19,7 @@ from dllp import reading, writing
 from dllp.errors import ConfigError, ExportError, check_count, first_line, is_whole
 from dllp.extract import plain
 from dllp.objective import split_noise
-from dllp.posterior import decompose
+from dllp.posterior import decompose, evaluating
 from dllp.result import Result
 from dllp.structure import chosen_again, discover
 from dllp.surroundings import undisturbed
@@ -154,12 +154,12 @@ def export(
     chosen = range(len(result.slabs)) if particle is None else [particle]
     small = [result.slabs[i].network for i in chosen]
     wide = small if pad_to == 1 else [wider(result, i, shape, pad_to) for i in chosen]
-    network, reference = (_assembled(result, networks, particle, uint8, shape) for networks in (wide, small))
     single = ("logits" if result.config.task == "classification" else "output", *(["noise"] if _head(result) else []))
     outputs = TOGETHER if particle is None else single
-    example = inputs(2, shape, uint8)
-    content = packed(trace(network, example), outputs, format)
-    difference = _check(reference, content, shape, uint8, format)
+    with evaluating(*small):
+        network, reference = (_assembled(result, networks, particle, uint8, shape) for networks in (wide, small))
+        content = packed(trace(network, inputs(2, shape, uint8)), outputs, format)
+        difference = _check(reference, content, shape, uint8, format)
     writing.write_named(path, content)
     runtime = "onnxruntime" if format == "onnx" else "torch.export"
     return Exported(path, format, len(content), outputs, difference, runtime)

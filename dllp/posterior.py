@@ -78,7 +78,7 @@ class Posterior:
         predictions, noises = [], []
         for network, constant in zip(self.networks, self.noise.float().cpu(), strict=True):
             device = next(network.parameters()).device
-            with _evaluating(network):
+            with evaluating(network):
                 parts = [_forward(network, part.to(device)).float().flatten(1).cpu() for part in x.split(batch_size)]
             outputs, noise = torch.cat(parts), constant.expand(len(x))
             if self.head:
@@ -133,11 +133,12 @@ def _entropy(p: Tensor) -> Tensor:
 
 
 @contextmanager
-def _evaluating(network: nn.Module) -> Iterator[None]:
-    """Answers are those of evaluation, and change no statistics, whatever mode the user left the network in."""
-    modes = {module: module.training for module in network.modules()}
-    network.eval()
+def evaluating(*networks: nn.Module) -> Iterator[None]:
+    """Answers are those of evaluation, and change no statistics, whatever mode the user left the networks in."""
+    modes = {module: module.training for network in networks for module in network.modules()}
     try:
+        for network in networks:
+            network.eval()
         yield
     finally:
         for module, training in modes.items():

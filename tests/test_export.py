@@ -65,6 +65,19 @@ def test_difference_is_stated(run: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "largest difference from PyTorch" in text.out and "onnxruntime" in text.out and not text.err
 
 
+@pytest.mark.parametrize("particle", [1, None])
+def test_modes_stay_as_they_were(result: dllp.Result, tmp_path: Path, particle: int | None) -> None:
+    for slab in result.slabs:
+        slab.network.train()
+        next(slab.network.children()).eval()  # as one freezes a part of a network
+    modes = [module.training for slab in result.slabs for module in slab.network.modules()]
+    for pad_to in (1, 8):
+        export.export(result, tmp_path / "a.pt2", SHAPE, particle=particle, pad_to=pad_to)
+    with pytest.raises(ExportError):
+        export.export(result, tmp_path / "b.pt2", (3, 8, 8), particle=particle)
+    assert modes == [module.training for slab in result.slabs for module in slab.network.modules()]
+
+
 # ---- the posterior
 
 
