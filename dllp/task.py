@@ -53,7 +53,7 @@ class Task:
         validation: Fraction or number of training examples to hold out, and to evaluate on instead of the test set.
         dense: Compare with the dense network: the given one, or one trained by the same recipe where init is fresh.
         method: `dllp`, or one of the methods that `dllp methods` lists, trained by the same recipe to the same budget;
-            with hyperparameters, for example `polarization:strength=3e-4,t=1.1`.
+            with hyperparameters, for example `polarization:strength=1e-4,t=1.1`.
         finetune_epochs: Epochs of training after the cut, for other methods than dllp.
     """
 

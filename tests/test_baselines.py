@@ -153,7 +153,7 @@ def test_a_result_says_how_it_was_made() -> None:
     data = (torch.randn(32, 1, 8, 8), torch.arange(32) % 10)
     config = Config(keep_flops=0.5, epochs=1, batch_size=32)
     info = run.prune(find("polarization:t=1.1"), small_cnn(), data, config, finetune_epochs=1).result.info
-    assert info["method"] == "polarization" and info["hyperparameters"] == {"strength": 1e-4, "least": 0.05, "t": 1.1}
+    assert info["method"] == "polarization" and info["hyperparameters"] == {"strength": 3e-4, "least": 0.05, "t": 1.1}
     assert (info["finetune_epochs"], info["finetune_lr"]) == (1, run.FINETUNE_LR)
 
 

@@ -88,5 +88,5 @@ def test_methods_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert len(lines) == 13 and lines[0].startswith("dllp ") and any("2019" in line for line in lines)
     listed = json.loads((tmp_path / "list.json").read_text())
     assert [entry["name"] for entry in listed] == ["dllp", *METHODS]
-    assert {"strength": 1e-4, "least": 0.05, "t": 1.2} in [entry["hyperparameters"] for entry in listed]
-    assert any("strength 0.0001; least 0.05; t 1.2" in line for line in lines)
+    assert {"strength": 3e-4, "least": 0.05, "t": 1.2} in [entry["hyperparameters"] for entry in listed]
+    assert any("strength 0.0003; least 0.05; t 1.2" in line for line in lines)
