@@ -60,6 +60,7 @@ def prune(
             arguments, and all get the same result; `config.parallel` says what they share.
     """
     config, ranks = _resolved(config), ranks or Ranks()
+    _check_kinds(checkpoints, ranks, on_epoch=on_epoch, on_step=on_step, on_start=on_start)
     channels = config.granularity == "channel"
     batches, example, structure = ranks.together(
         lambda: prepare(model, data, config, filter_fn, ranks, channels=channels)
@@ -91,6 +92,7 @@ def train_dense(
 ) -> Result:
     """Train the unpruned network by the same recipe, without gates, prior and Stein term: what to compare with."""
     config, ranks = _resolved(config), ranks or Ranks()
+    _check_kinds(checkpoints, ranks, on_epoch=on_epoch, on_step=on_step, on_start=on_start)
     batches, example, structure = ranks.together(lambda: prepare(model, data, config, None, ranks, channels=False))
     place = _placed(ranks, config, batches, model, example)
 
@@ -104,6 +106,17 @@ def _resolved(config: Config | None) -> Config:
     if config is not None and not isinstance(config, Config):
         raise ConfigError(f"config is a {type(config).__name__}: give a dllp.Config, such as Config(keep_flops=0.45)")
     return (config or Config()).resolved()
+
+
+def _check_kinds(checkpoints: object, ranks: object, **hooks: object) -> None:
+    """Raise for what could only fail later, in the midst of a run."""
+    for name, hook in hooks.items():
+        if hook is not None and not callable(hook):
+            raise ConfigError(f"{name} = {hook!r:.60}: give a function")
+    if checkpoints is not None and not isinstance(checkpoints, AnyCheckpoints):
+        raise ConfigError(f"checkpoints = {checkpoints!r:.60}: give dllp.checkpoints.Checkpoints(folder)")
+    if not isinstance(ranks, Ranks):
+        raise ConfigError(f"ranks = {ranks!r:.60}: give what dllp.ranks.joined() gives, or leave it out")
 
 
 def _placed(ranks: Ranks, config: Config, batches: Source, model: nn.Module, example: Tensor) -> Place:

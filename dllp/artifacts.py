@@ -256,7 +256,8 @@ def new_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     replaced: Path | None = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        prefix = f".{folder.name[:32]}-"  # cut, so that the longest name that is allowed can still be written
+        temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     except OSError as error:
         raise ArtifactError(f"cannot write to {folder.parent}: {error.strerror}") from None
     try:

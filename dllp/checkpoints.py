@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from dllp import artifacts, writing
+from dllp import artifacts, reading, writing
 from dllp.errors import ArtifactError, ConfigError, Interrupted
 
 FORMAT = "dllp-checkpoint-2"
@@ -42,9 +42,10 @@ class Checkpoints:
         self, folder: str | Path, *, every_steps: int = 0, every_minutes: float = 10.0, kept: int = 2,
         on_begin: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
+        self.folder = reading.as_path(folder)
         if every_steps < 0 or not 0 <= every_minutes < float("inf"):
             raise ConfigError(f"checkpoints every {every_steps} steps or {every_minutes} minutes: give 0 or more")
-        self.folder, self.kept, self.on_begin = Path(folder), kept, on_begin
+        self.kept, self.on_begin = kept, on_begin
         self.every_steps, self.every_seconds = every_steps, 60 * every_minutes
         self.damaged: list[str] = []
         self._unusable: list[Path] = []

@@ -17,7 +17,7 @@ from dllp.errors import StructureError
 from dllp.particles import Layout, kept_coordinates
 from dllp.selection import select
 from dllp.slicing import Fold, Recipe, recipe, restrict
-from dllp.structure import Structure
+from dllp.structure import Structure, allowed
 
 FilterFn = Callable[[nn.Module, str], bool]
 Budget = Literal["flops", "params"]
@@ -157,14 +157,14 @@ class WeightGating:
         macs = {layer.name: layer.macs for layer in structure.layers}
         owners = _owners(model)
         found = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds) and name in macs]
-        allowed = [(name, module) for name, module in found if filter_fn is None or filter_fn(module, name)]
+        chosen = [(name, module) for name, module in found if allowed(filter_fn, module, name)]
         # a weight that is shared, or computed from others, cannot be gated in one place
-        modules = [(name, module) for name, module in allowed if owners[id(module._parameters.get("weight"))] == 1]
+        modules = [(name, module) for name, module in chosen if owners[id(module._parameters.get("weight"))] == 1]
         self.hint = "keep more" if linear else "keep more, or set gate_linear=True"
         if not modules:
             reason = "allow some in filter_fn" if linear else "allow some in filter_fn, or set gate_linear=True"
-            if allowed:
-                reason = f"that of {allowed[0][0]!r} is shared, or computed from others: remove parametrizations first"
+            if chosen:
+                reason = f"that of {chosen[0][0]!r} is shared, or computed from others: remove parametrizations first"
             raise StructureError(f"the network has no weights to gate: {reason}")
         self.segments = [layout.segments[f"{name}.weight"] for name, _ in modules]
         sizes = [segment.shape.numel() for segment in self.segments]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dllp import objective
-from dllp.errors import ConfigError, DataError, first_line
+from dllp.errors import ConfigError, DataError, check_count, first_line
 from dllp.tracing import UNFIT
 
 
@@ -148,9 +148,8 @@ def evaluating(*networks: nn.Module) -> Iterator[None]:
 # ---- inputs that a user gives
 
 
-def _check_inputs(x: object, batch_size: object) -> None:
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise ConfigError(f"batch_size = {batch_size}: a positive whole number is needed")
+def _check_inputs(x: object, batch_size: int) -> None:
+    check_count(batch_size=batch_size)
     if not isinstance(x, Tensor):
         raise DataError(f"inputs of type {type(x).__name__}: give a tensor of (examples, ...), see torch.as_tensor")
     if not x.ndim:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dllp import artifacts, notebook, writing
+from dllp import artifacts, notebook, reading, writing
 from dllp.config import Config
 from dllp.errors import ArtifactError, ConfigError, StructureError
 from dllp.extract import Slab
@@ -71,7 +71,7 @@ class Result:
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
         """Write the run into a new or empty folder, whole or not at all; `overwrite` replaces a run. Returns it."""
-        folder = Path(folder)
+        folder = reading.as_path(folder)
         with artifacts.new_folder(folder, overwrite) as temporary:
             self.write_networks(temporary)
             self.write_run(temporary)
@@ -104,7 +104,7 @@ class Result:
 @undisturbed()
 def load(folder: str | Path, model: nn.Module) -> Result:
     """A saved run, given a fresh instance of the original network; reads JSON and safetensors only."""
-    folder = Path(folder)
+    folder = reading.as_path(folder)
     check_network(model)
     run = artifacts.read_run(folder)
     try:

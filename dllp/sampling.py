@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dllp import gates
-from dllp.errors import ConfigError, DataError
+from dllp.errors import ConfigError, DataError, check_count
 from dllp.posterior import Posterior
 from dllp.result import Result, posterior_of
 from dllp.slicing import Fold
@@ -37,8 +37,9 @@ def sample_gates(
     """
     if not isinstance(example, Tensor) or not example.ndim:
         raise DataError(f"an example of type {type(example).__name__}: give a tensor of (examples, ...)")
-    if not isinstance(draws, int) or draws < 1 or not 0 <= temperature < math.inf:
-        raise ConfigError(f"draws = {draws}, temperature = {temperature}: give at least one draw, and no negative one")
+    check_count(draws=draws)
+    if not isinstance(temperature, (int, float)) or not 0 <= temperature < math.inf:
+        raise ConfigError(f"temperature = {temperature!r:.60}: 0 or a positive number is needed")
     if "method" in result.info:
         raise ConfigError(
             f"the gates of {result.info['method']} were not learned: there are no probabilities to draw by"

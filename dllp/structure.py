@@ -25,7 +25,7 @@ from torch_pruning.dependency.index_mapping import update_index_mapping
 
 from dllp.costs import Cost, flops_cost, params_cost, unit_counts, weight_count
 from dllp.coupling import CHOSEN, OUTPUT, ZERO_PAD, components
-from dllp.errors import StructureError, first_line
+from dllp.errors import ConfigError, StructureError, first_line
 from dllp.slicing import Fold, Group, copied, cut, difference, recipe
 from dllp.tracing import first_example, isolated, observe, trainable_copy
 
@@ -113,6 +113,18 @@ def discover(
     return Structure(tuple(groups), whole, layers, flops, params)
 
 
+def allowed(filter_fn: Filter | None, module: nn.Module, name: str) -> bool:
+    """Whether a user lets a module be touched; a filter_fn that says neither yes nor no forgot to return something."""
+    if filter_fn is None:
+        return True
+    if not callable(filter_fn):
+        raise ConfigError(f"filter_fn = {filter_fn!r:.60}: give a function, such as lambda module, name: name != 'fc'")
+    answer = filter_fn(module, name)
+    if not isinstance(answer, (bool, np.bool_)):
+        raise ConfigError(f"filter_fn answers {answer!r:.60} for module {name!r}: it must return True or False")
+    return bool(answer)
+
+
 def chosen_again(whole: Mapping[str, str]) -> Filter:
     """The filter_fn that keeps whole what the one of a run kept whole, by that run's reasons."""
     kept = {reason.removeprefix(CHOSEN) for reason in whole.values() if reason.startswith(CHOSEN)}
@@ -176,7 +188,7 @@ def _map_indices(graph: Any) -> None:
 def _forbidden(model: nn.Module, filter_fn: Filter | None) -> set[str]:
     """Names of the producers that the user wants to keep whole."""
     producers = ((n, m) for n, m in model.named_modules() if isinstance(m, (_ConvNd, nn.Linear)))
-    return set() if filter_fn is None else {name for name, module in producers if not filter_fn(module, name)}
+    return {name for name, module in producers if not allowed(filter_fn, module, name)}
 
 
 def _randomised(model: nn.Module, draw: int) -> nn.Module:

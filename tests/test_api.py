@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import dllp
 from dllp import Config, ConfigError, DataError, StructureError
+from dllp.checkpoints import Checkpoints
 from dllp.data import ArrayData, load
 from dllp.devices import find_device
 
@@ -298,6 +300,43 @@ def test_arguments_of_another_kind(verb: Any, tmp_path: Any) -> None:
             verb(model, images(), config())
         with pytest.raises(StructureError, match=words):
             dllp.load(tmp_path, model)
+
+
+@pytest.mark.parametrize("verb", [dllp.prune, dllp.train_dense])
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("checkpoints", "folder", "give dllp.checkpoints.Checkpoints"),
+        ("on_epoch", "print", "give a function"),
+        ("on_step", 3, "give a function"),
+        ("on_start", [], "give a function"),
+        ("ranks", 2, "dllp.ranks.joined"),
+    ],
+)
+def test_options_of_another_kind(verb: Any, name: str, value: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} = .*: .*{words}") as caught:
+        verb(network(), images(), config(), **{name: value})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("granularity", ["channel", "weight"])
+def test_a_filter_fn_says_yes_or_no(granularity: str) -> None:
+    for wrong, words in (
+        ("0", "filter_fn = '0': give a function"),
+        (lambda module, name: None, "answers None for module '0'"),
+        (lambda module, name: "no", "answers 'no' for module '0': it must return True or False"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            dllp.prune(network(), images(), config(granularity=granularity), filter_fn=cast(Any, wrong))
+    yes = cast(Any, lambda module, name: np.bool_(True))
+    assert dllp.prune(network(), images(), config(keep_flops=0.9, granularity=granularity), filter_fn=yes).widths
+
+
+@pytest.mark.parametrize("name", [3, None, b"run"])
+def test_folders_are_named_by_text(name: Any) -> None:
+    for call in (lambda: dllp.load(name, network()), lambda: Checkpoints(name)):
+        with pytest.raises(dllp.ArtifactError, match=r"is no name of a file or folder: give a text or a pathlib.Path"):
+            call()
 
 
 @pytest.mark.parametrize("init", ["fresh", "given"])

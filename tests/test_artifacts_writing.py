@@ -76,6 +76,23 @@ def test_save_replaces_a_run_when_asked_and_nothing_else(saved_run: tuple[dllp.R
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "thesis.tex"]
 
 
+@pytest.mark.parametrize(
+    ("name", "words"), [("a" * 300, "is too long"), ("b/" * 3000, "is too long"), ("a\0b", "NUL byte"), (3, "no name")]
+)
+def test_names_that_no_folder_can_have(
+    saved_run: tuple[dllp.Result, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArtifactError, match=words) as caught:
+        saved_run[0].save(name)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 200 and not list(tmp_path.iterdir())
+
+
+def test_the_longest_name_that_a_folder_can_have(saved_run: tuple[dllp.Result, Path], tmp_path: Path) -> None:
+    folder = tmp_path / ("ä" * 127 + "a")
+    assert (saved_run[0].save(folder) / artifacts.RUN).is_file() and list(tmp_path.iterdir()) == [folder]
+
+
 def test_values_that_json_cannot_hold(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         writing.write_json(tmp_path / "nan.json", float("nan"))

@@ -124,6 +124,8 @@ IMAGES = "torch.float32 of (batch, 3, ..., ...)"
         ([[0.0]], {}, DataError, ["type list", "torch.as_tensor"]),
         (torch.zeros(2, 3, 8, 8), {"batch_size": 0}, ConfigError, ["batch_size = 0"]),
         (torch.zeros(2, 3, 8, 8), {"batch_size": 2.5}, ConfigError, ["batch_size = 2.5"]),
+        (torch.zeros(2, 3, 8, 8), {"batch_size": True}, ConfigError, ["batch_size = True", "at least 1"]),
+        (torch.zeros(2, 3, 8, 8), {"batch_size": "2"}, ConfigError, ["batch_size = '2'"]),
     ],
 )
 def test_mistakes_are_one_line(x: Any, options: dict[str, Any], kind: type[DllpError], told: list[str]) -> None:

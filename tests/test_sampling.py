@@ -98,8 +98,10 @@ def test_gates_of_channels_last_weights_are_told_in_the_parameters_order() -> No
 def test_mistakes(run: Result) -> None:
     x = data(2)[0]
     for call, kind, words in (
-        (lambda: sample_gates(run, x, 0), ConfigError, "at least one draw"),
-        (lambda: sample_gates(run, x, 1, temperature=-1), ConfigError, "negative"),
+        (lambda: sample_gates(run, x, 0), ConfigError, "draws = 0: a whole number"),
+        (lambda: sample_gates(run, x, True), ConfigError, "draws = True: a whole number"),
+        (lambda: sample_gates(run, x, 1, temperature=-1), ConfigError, "temperature = -1: 0 or a positive"),
+        (lambda: sample_gates(run, x, 1, temperature="1"), ConfigError, "temperature = '1'"),  # type: ignore[arg-type]
         (lambda: sample_gates(run, x, 1.5), ConfigError, "draws = 1.5"),  # type: ignore[arg-type]
         (lambda: sample_gates(run, x.numpy()), DataError, "of type ndarray"),  # type: ignore[arg-type]
         (lambda: sample_gates(replace(run, info={"method": "fpgm"}), x), ConfigError, "gates of fpgm were not learned"),
