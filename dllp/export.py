@@ -7,7 +7,7 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -281,20 +281,15 @@ def _one_line() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hold back the one warning that PyTorch's exporter raises about itself, and its log about torchvision."""
-    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
-
-    def other(record: logging.LogRecord) -> bool:
-        return "torchvision is not installed" not in record.getMessage()
-
-    logger.addFilter(other)
+    """Hold back what PyTorch's exporter says beside its errors: warnings, logs, and the graph of what it refuses."""
+    before = logging.root.manager.disable
+    logging.disable()  # its loggers have handlers of their own, and some are made while it works
     try:
-        with warnings.catch_warnings():
-            text = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
-            warnings.filterwarnings("ignore", message=text, category=FutureWarning)
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
             yield
     finally:
-        logger.removeFilter(other)
+        logging.disable(before)
 
 
 def _check(reference: nn.Module, content: bytes, shape: tuple[int, ...], uint8: bool, format: Format) -> float:

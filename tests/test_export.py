@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -23,9 +26,21 @@ from dllp.errors import ConfigError, ExportError, StructureError
 from dllp.structure import discover
 from dllp.widths import kept_units, padded, rounded
 from dllp.zoo import build
-from tests.commands import one_line
+from tests.commands import ENVIRONMENT, one_line
 
 SHAPE = (1, 8, 8)
+CHOOSING = """
+from torch import nn
+
+class Choosing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(8, 10)
+
+    def forward(self, x):
+        y = self.second(self.first(x).relu())
+        return self.last((y if y.sum() > 0 else 2 * y).mean((2, 3)))
+"""
 
 
 @pytest.fixture
@@ -264,6 +279,42 @@ def test_network_that_fixes_its_batch_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ExportError, match="cannot be traced"):
         export.write(Fixed(), tmp_path / "a.pt2", torch.ones(2, 4), ("output",), "pt2")
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.last = nn.LSTM(4, 6, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.body(x)[0][:, -1])
+
+
+class Choosing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else x + 1
+
+
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+def test_the_exporter_says_nothing_itself(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], format: export.Format
+) -> None:
+    """Neither of a network that it takes, warnings being errors here, nor of one whose graph it would print."""
+    level = logging.root.manager.disable
+    export.write(Recurrent().eval(), tmp_path / "a", torch.ones(2, 5, 4), ("output",), format)
+    with pytest.raises(ExportError, match="cannot be traced with a dynamic batch"):
+        export.write(Choosing(), tmp_path / "b", torch.ones(2, 4), ("output",), format)
+    assert capfd.readouterr() == ("", "") and logging.root.manager.disable == level
+
+
+def test_the_command_says_one_line_of_what_cannot_be_exported(tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(CHOOSING)
+    words = ["--model", "nets:Choosing", "--keep-flops", "0.9", "--epochs", "1", "--no-dense", "--out", "run"]
+    for command in (["prune", *words, "--quiet"], ["export", "run", "--model", "nets:Choosing", "--out", "a.onnx"]):
+        call = [sys.executable, "-m", "dllp", *command]
+        done = subprocess.run(call, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("dllp: error: the network cannot be traced with a dynamic batch")
 
 
 @pytest.mark.parametrize("format", ["onnx", "pt2"])
