@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dllp.errors import ConfigError, DataError
+from dllp.errors import ConfigError, DataError, check_count
 
 Number = float | Tensor
 
@@ -22,6 +22,8 @@ def map_estimate(mean_observation: Number, prior_mean: Number, a2: Number, s2: N
 
     As the appendix derives it: the log-likelihood is a mean, not a sum, over observations.
     """
+    if bool(torch.as_tensor(s2 + a2 == 0).any()):
+        raise ConfigError("s2 = a2 = 0: observation and prior are both certain: give at least one of them a variance")
     return (mean_observation * a2 + prior_mean * s2) / (s2 + a2)
 
 
@@ -35,8 +37,10 @@ def estimator_variance(s2: Number, a2: Number, b2: Number, n: int = 1) -> Number
 
     Averaging particles divides the model's share alone: all of them see the same data with the same noise.
     """
-    if n < 1:
-        raise ConfigError(f"n = {n} particles: at least 1 is needed")
+    check_count(n=n)
+    for name, value in (("s2", s2), ("a2", a2), ("b2", b2)):
+        if bool(torch.as_tensor(value < 0).any()):
+            raise ConfigError(f"{name} = {value!r:.60}: a variance is needed, which is never negative")
     return s2 + a2 / n + b2
 
 
@@ -46,12 +50,22 @@ def map_estimator_variance(s2: Number, a2: Number) -> Number:
     Not what the paper's efficiencies divide by. Shrinking to the prior mean makes it smaller even than the bound s2
     as long as a2 < 1.618 s2 (the golden ratio); beyond, the spread of f itself outweighs that.
     """
-    return a2 * a2 / (a2 + s2)
+    return _over(a2 * a2, a2 + s2, 0.0)
 
 
 def efficiency(s2: Number, a2: Number, b2: Number, n: int = 1) -> Number:
-    """(...) -> (...) in (0, 1]: e = s2 / (s2 + a2/n + b2), the bound over the variance; 1 means fully efficient."""
-    return cramer_rao_bound(s2) / estimator_variance(s2, a2, b2, n)
+    """(...) -> (...) in (0, 1]: e = s2 / (s2 + a2/n + b2), the bound over the variance; 1 means fully efficient.
+
+    Without any noise variance and bound are both 0: it is met, and e is 1 as for every s2 that is alone.
+    """
+    return _over(cramer_rao_bound(s2), estimator_variance(s2, a2, b2, n), 1.0)
+
+
+def _over(part: Number, whole: Number, empty: float) -> Number:
+    """part / whole, and `empty` where the whole is 0."""
+    if isinstance(whole, Tensor):
+        return torch.where(whole == 0, empty, part / whole)
+    return part / whole if whole else empty
 
 
 def four_cases(s2: Number, a2: Number, b2: Number, n: int = 1) -> dict[str, Number]:
@@ -97,10 +111,14 @@ def estimate_components(members: Tensor, targets: Tensor) -> Components:
             f"predictions {tuple(members.shape)} and targets {tuple(targets.shape)}: "
             "give (particles, examples, outputs) and (examples,), or (examples, outputs) for a regression"
         )
-    n, _, outputs = members.shape
+    n, examples, outputs = members.shape
+    if not examples or not outputs:
+        raise DataError(f"predictions {tuple(members.shape)}: at least one example and one output are needed")
     if n < 2:
         raise ConfigError("the model variance of one particle cannot be estimated: use particles >= 2")
-    wanted = torch.nn.functional.one_hot(targets, outputs) if classification else targets
+    if classification and not bool(((targets >= 0) & (targets < outputs)).all()):
+        raise DataError(f"a label lies outside 0..{outputs - 1}: the data has other classes than the predictions")
+    wanted = torch.nn.functional.one_hot(targets.long(), outputs) if classification else targets
     residual = (wanted.to(members.dtype) - members.mean(0)).square().mean()
     a2 = members.var(0, correction=1).mean()
     return Components(s2=(residual - a2 / n).clamp_min(0), a2=a2, residual=residual)

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from dllp.errors import DataError
+from dllp.errors import DataError, check_count
 
 BINS = 15
 SMALLEST = 1e-38
@@ -69,6 +69,7 @@ def _risks(p: Tensor, y: Tensor) -> Tensor:
 
 def reliability(probabilities: Tensor, labels: Tensor, bins: int = BINS) -> dict[str, list[float]]:
     """The bins of :func:`ece` that hold inputs: mean confidence, accuracy and share of the inputs of each."""
+    check_count(bins=bins)
     p, y = _checked(probabilities, labels)
     confidence, predicted = p.max(1)
     edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)
@@ -86,6 +87,7 @@ def reliability(probabilities: Tensor, labels: Tensor, bins: int = BINS) -> dict
 
 def risk_coverage(probabilities: Tensor, labels: Tensor, points: int = 100) -> dict[str, list[float]]:
     """Error rate of the most confident share of the inputs, for up to `points` shares; its mean is the AURC."""
+    check_count(points=points)
     risk = _risks(*_checked(probabilities, labels))
     at = torch.linspace(0, len(risk) - 1, min(points, len(risk)), dtype=torch.float64).round().long()
     return {"coverage": ((at + 1).double() / len(risk)).tolist(), "risk": risk[at].tolist()}

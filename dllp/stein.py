@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from numbers import Real
 from typing import Literal
 
 import torch
@@ -69,11 +70,15 @@ def squared_distances(particles: Tensor, blocks: Blocks = None) -> Tensor:
     """(n, P) -> (n(n-1)/2, B): squared distance of every pair i < j in every block, in float32 or better."""
     x = _at_least_float32(particles)
     if blocks == "coordinate":
-        return torch.stack([(x[i] - x[j]).square_() for i, j in _pairs(len(x))])
+        return _stacked([(x[i] - x[j]).square_() for i, j in _pairs(len(x))], x.new_empty(0, x.shape[1]))
     lengths = _resolve_blocks(blocks, x).lengths
     # One multi-tensor norm for all blocks of a pair: a fixed order of summation, no atomics, few launches.
     norms = [torch.stack(_block_norms((x[i] - x[j]).split(lengths))) for i, j in _pairs(len(x))]
-    return torch.stack(norms).square_()
+    return _stacked(norms, x.new_empty(0, len(lengths))).square_()
+
+
+def _stacked(rows: list[Tensor], none: Tensor) -> Tensor:
+    return torch.stack(rows) if rows else none
 
 
 def kernel(sq_dists: Tensor, h: Tensor | float) -> Tensor:
@@ -86,9 +91,12 @@ def median_bandwidth(sq_dists: Tensor) -> Tensor:
 
     For n = 2 the kernel is then 1/2 whatever the distance. Where the median is 0 (coinciding particles) h is 1:
     the kernel is 1 and the repulsion vanishes with the difference, so the direction stays finite. Close to that
-    point the repulsion grows as 1 / distance; with a kernel for each coordinate prefer a fixed h.
+    point the repulsion grows as 1 / distance; with a kernel for each coordinate prefer a fixed h. One particle has no
+    pairs, and h is 1 as well.
     """
     count = sq_dists.shape[0]
+    if not count:
+        return sq_dists.new_ones(sq_dists.shape[1:])
     particles = (1 + math.isqrt(1 + 8 * count)) // 2
     ordered = sq_dists.sort(dim=0).values
     median = 0.5 * (ordered[(count - 1) // 2].sqrt() + ordered[count // 2].sqrt())
@@ -98,14 +106,14 @@ def median_bandwidth(sq_dists: Tensor) -> Tensor:
 
 def paper_bandwidth(sq_dists: Tensor) -> Tensor:
     """(n(n-1)/2, B) -> (B,): h = log 2 as Algorithm 1 prints it; in high dimension the kernel underflows to 0."""
-    return torch.full_like(sq_dists[0], math.log(2))
+    return sq_dists.new_full(sq_dists.shape[1:], math.log(2))
 
 
 def fixed_bandwidth(h: float) -> BandwidthFunction:
     """h -> a function (n(n-1)/2, B) -> (B,) that ignores the distances."""
-    if not 0 < h < math.inf:
-        raise ConfigError(f"bandwidth = {h}: a positive number, median or paper is needed")
-    return lambda sq_dists: torch.full_like(sq_dists[0], h)
+    if not isinstance(h, Real) or not 0 < h < math.inf:
+        raise ConfigError(f"bandwidth = {h!r:.60}: a positive number, median or paper is needed")
+    return lambda sq_dists: sq_dists.new_full(sq_dists.shape[1:], h)
 
 
 def bandwidth_function(bandwidth: Bandwidth) -> BandwidthFunction:
@@ -116,8 +124,6 @@ def bandwidth_function(bandwidth: Bandwidth) -> BandwidthFunction:
         return median_bandwidth
     if bandwidth == "paper":
         return paper_bandwidth
-    if isinstance(bandwidth, str):
-        raise ConfigError(f"bandwidth = {bandwidth!r}: a positive number, median or paper is needed")
     return fixed_bandwidth(bandwidth)
 
 
@@ -141,8 +147,9 @@ def direction(
 
     Computed and returned in float32 or better. One particle has k = 1 and no repulsion: phi is its score.
     """
-    if particles.shape != scores.shape or particles.dim() != 2:
-        raise ConfigError(f"particles {tuple(particles.shape)} and scores {tuple(scores.shape)}: both must be (n, P)")
+    if particles.shape != scores.shape or particles.dim() != 2 or not len(particles):
+        shapes = f"particles {tuple(particles.shape)} and scores {tuple(scores.shape)}"
+        raise ConfigError(f"{shapes}: both must be (n, P), n at least 1")
     x, s = _at_least_float32(particles), _at_least_float32(scores)
     if len(x) == 1:
         return s.clone()

@@ -61,6 +61,20 @@ def test_more_noise_is_never_more_efficient(s2: float, a2: float, b2: float, n: 
     assert eff.efficiency(s2, a2, b2, n + 1) >= eff.efficiency(s2, a2, b2, n)
 
 
+def test_without_noise_of_the_observation() -> None:
+    """Nothing is fully efficient beside a noise that the bound does not know; where there is none at all, it is met."""
+    some = {"noiseless": 1, "model_noise": 0, "data_noise": 1, "model_and_data_noise": 0}
+    assert eff.four_cases(0, 1, 0) == eff.four_cases(0.0, 1.0, 0.0, n=7) == some
+    assert set(eff.four_cases(0, 0, 0).values()) == {1}
+    zero, one = torch.zeros(2), torch.tensor([0.0, 1.0])
+    assert {name: float(e[1]) for name, e in eff.four_cases(zero, one, zero).items()} == some  # pyright: ignore
+    assert eff.four_cases(zero, one, zero)["model_noise"].tolist() == [1, 0]  # pyright: ignore
+    for s2 in (1e-3, 1e-300):
+        assert eff.efficiency(s2, 0.0, 0.0) == 1, "so that 1 is its limit"
+    assert eff.map_estimator_variance(0.0, 0.0) == 0 == eff.map_estimator_variance(1.0, 0.0)
+    assert eff.map_estimator_variance(zero, one).tolist() == [0, 1]  # pyright: ignore
+
+
 def test_formulas_take_tensors() -> None:
     s2 = torch.tensor([0.5, 1.0])
     torch.testing.assert_close(eff.efficiency(s2, 0.5, 0.0), torch.tensor([1 / 2, 2 / 3]))
@@ -141,3 +155,17 @@ def test_bad_arguments_are_refused() -> None:
         eff.estimate_components(probabilities, torch.zeros(4, dtype=torch.long))
     with pytest.raises(ConfigError, match="at least 1"):
         eff.efficiency(1.0, 1.0, 1.0, n=0)
+    with pytest.raises(ConfigError, match="n = '2': a whole number"):
+        eff.efficiency(1.0, 1.0, 1.0, n="2")  # pyright: ignore[reportArgumentType]
+    for values in ((-1, 1, 0), (1, torch.tensor([1.0, -1.0]), 0)):
+        with pytest.raises(ConfigError, match="a variance is needed, which is never negative"):
+            eff.four_cases(*values)
+    with pytest.raises(ConfigError, match="both certain"):
+        eff.map_estimate(1.0, 0.0, 0.0, 0.0)
+    for label in (3, -1):
+        with pytest.raises(DataError, match=r"a label lies outside 0\.\.2: the data has other classes"):
+            eff.estimate_components(probabilities, torch.tensor([0, 1, 2, 0, label]))
+    with pytest.raises(DataError, match="at least one example"):
+        eff.estimate_components(probabilities[:, :0], torch.zeros(0, dtype=torch.long))
+    short = torch.tensor([0, 1, 2, 0, 1], dtype=torch.uint8)
+    assert eff.estimate_components(probabilities, short) == eff.estimate_components(probabilities, short.long())

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dllp import metrics
-from dllp.errors import DataError
+from dllp.errors import ConfigError, DataError
 
 P = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.2, 0.8], [0.7, 0.3]])
 Y = torch.tensor([0, 1, 1, 1])
@@ -127,6 +127,13 @@ def test_mistakes_get_one_line(call):
     with pytest.raises(DataError) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.5, "3", True, None])
+def test_bins_and_points_are_counted(count):
+    for call in (metrics.ece, metrics.reliability, metrics.risk_coverage):
+        with pytest.raises(ConfigError, match=r"(bins|points) = .*: a whole number is needed, at least 1"):
+            call(P, Y, count)
 
 
 def test_reliability_bins_add_up_to_the_calibration_error():

@@ -102,6 +102,17 @@ def test_one_particle_follows_its_score() -> None:
         assert torch.equal(phi, s) and phi is not s
 
 
+@pytest.mark.parametrize("blocks", [None, (2, 3), "coordinate"])
+@pytest.mark.parametrize("bandwidth", ["median", "paper", 0.7])
+def test_one_particle_has_no_pairs(bandwidth: stein.Bandwidth, blocks: stein.Blocks) -> None:
+    x, s = normal(1, 5), normal(1, 5, seed=1)
+    count = {None: 1, (2, 3): 2, "coordinate": 5}[blocks]  # pyright: ignore[reportArgumentType]
+    assert stein.squared_distances(x, blocks).shape == (0, count)
+    weights = stein.pair_weights(x, bandwidth=bandwidth, blocks=blocks)
+    assert [w.shape for w in weights] == [(0, count)] * 2
+    assert torch.equal(stein.combine(x, s, *weights, None), s), "K = [1] and no repulsion"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_papers_bandwidth_is_map_over_n_in_high_dimension(dtype: torch.dtype) -> None:
     # |x1 - x2|^2 is about 2 P: exp(-2 P / log 2) underflows, the particles no longer see each other.
@@ -221,9 +232,11 @@ def test_bad_arguments_are_refused() -> None:
             stein.block_index(lengths)
     with pytest.raises(ConfigError, match="both must be"):
         stein.direction(x, x[:1])
+    with pytest.raises(ConfigError, match="n at least 1"):
+        stein.direction(x[:0], x[:0])
     with pytest.raises(ConfigError, match="'coordinate'"):
         stein.direction(x, x, blocks="module")  # pyright: ignore[reportArgumentType]
-    for bandwidth in ("mean", 0.0, math.inf):
+    for bandwidth in ("mean", 0.0, math.inf, [1.0], None):
         with pytest.raises(ConfigError, match="positive number"):
             stein.direction(x, x, bandwidth=bandwidth)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="at least 2 particles"):
