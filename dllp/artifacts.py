@@ -5,12 +5,14 @@
     particle-K.safetensors    M_p of particle K; single pruned weights are stored as positions and values
     reference-K.safetensors   M_0 of particle K
 
-The folder is written under a temporary name and renamed, and so is every file: what has the name is whole.
+The folder is written under a temporary name and renamed, and so is every file: what has the name is whole. Tensors
+carry a checksum in their file's header: what a disk or a copy changed later is told.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shlex
 import shutil
@@ -33,6 +35,7 @@ LOG, EVALUATION, SPEED, CORRUPTIONS = "log.jsonl", "evaluation.json", "speed.jso
 EXAMPLES, PAGE = "examples.safetensors", "report.html"
 """Files that commands add to a run."""
 UNFINISHED = "checkpoints"
+CHECKSUM = "dllp-sha256"
 _INDEX, _VALUE = "#index", "#value"
 _DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3",
@@ -55,23 +58,48 @@ def read_json(path: Path) -> Any:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """A safetensors file of contiguous CPU copies."""
-    writing.write_bytes(path, save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}))
+    writing.write_bytes(path, packed({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, {}))
+
+
+def packed(tensors: dict[str, Tensor], texts: Mapping[str, str]) -> bytes:
+    """A safetensors file, with texts and a checksum of all in its header."""
+    return save(tensors, {**texts, CHECKSUM: checksum(tensors, texts)})
+
+
+def checksum(tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> str:
+    """SHA-256 over texts by name, and names, types, shapes and contents of the tensors."""
+    total = hashlib.sha256()
+    for name in sorted(texts):
+        total.update(f"{name!r} {texts[name]!r};".encode())  # as Python writes it: a stranger's text may hold anything
+    for name in sorted(tensors):
+        value = tensors[name].contiguous()
+        total.update(f"{name!r} {value.dtype} {tuple(value.shape)};".encode())
+        total.update(value.reshape(-1).view(torch.uint8).numpy().data)  # as bytes: numpy has no bfloat16
+    return total.hexdigest()
 
 
 def read_tensors(path: Path, limit: int | None = None) -> dict[str, Tensor]:
     """Every tensor of a safetensors file, or an ArtifactError that names it; at most `limit` bytes, where given."""
-    _header(path, limit)
-    return _tensors(path)
+    return _tensors(path, _header(path, limit)[1])
 
 
-def _header(path: Path, limit: int | None = None) -> dict[str, reading.Declared]:
-    """What the file declares, checked; a link out of its folder is an error."""
+def read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and texts of a file that must have its checksum."""
+    metadata = _header(path)[1]
+    if CHECKSUM not in metadata:
+        raise ArtifactError(f"{path} has no checksum: it is damaged, or no file of dllp")
+    return _tensors(path, metadata), metadata
+
+
+def _header(path: Path, limit: int | None = None) -> tuple[dict[str, reading.Declared], dict[str, str]]:
+    """What the file declares, checked, and the texts in its header; a link out of its folder is an error."""
     if not reading.contained(path.parent, path).exists():
         raise ArtifactError(f"{path} is missing: the run folder is incomplete")
-    return reading.tensors_header(path, limit=limit)[0]
+    return reading.tensors_header(path, limit=limit)
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
+def _tensors(path: Path, metadata: Mapping[str, str]) -> dict[str, Tensor]:
+    """The tensors of a file; where it has a checksum, they must fit it. Files of others have none."""
     try:
         with safe_open(path, framework="pt") as handle:
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
@@ -81,12 +109,10 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         # A byte other than 0 and 1 is undefined behaviour in whatever counts or indexes with the tensor.
         if value.dtype == torch.bool and value.numel() and int(value.view(torch.uint8).max()) > 1:
             raise ArtifactError(f"{path}: {name!r} holds booleans that are neither 0 nor 1")
+    texts = {name: text for name, text in metadata.items() if name != CHECKSUM}
+    if CHECKSUM in metadata and metadata[CHECKSUM] != checksum(tensors, texts):
+        raise ArtifactError(f"{path} is damaged: its checksum does not fit; copy it again from where it is whole")
     return tensors
-
-
-def read_metadata(path: Path) -> dict[str, str]:
-    """The text in a safetensors file's header."""
-    return reading.tensors_header(reading.contained(path.parent, path))[1]
 
 
 def write_network(path: Path, network: nn.Module, gated: tuple[str, ...] = ()) -> None:
@@ -105,8 +131,9 @@ def write_network(path: Path, network: nn.Module, gated: tuple[str, ...] = ()) -
 def read_network(path: Path, network: nn.Module) -> None:
     """Fill `network` from a file of :func:`write_network`; every name, shape and dtype must fit."""
     targets = network.state_dict()
-    _check_fit(path, _header(path), targets)
-    stored = _tensors(path)
+    declared, metadata = _header(path)
+    _check_fit(path, declared, targets)
+    stored = _tensors(path, metadata)
     learned = {name for name, _ in network.named_parameters(remove_duplicate=False)}
     for name, target in targets.items():
         if name in stored:
@@ -121,7 +148,7 @@ def read_network(path: Path, network: nn.Module) -> None:
 
 def check_declared(path: Path, network: nn.Module) -> None:
     """Raise unless the file's header declares the state of `network`, which may be on the meta device."""
-    _check_fit(path, _header(path), network.state_dict())
+    _check_fit(path, _header(path)[0], network.state_dict())
 
 
 def _check_fit(path: Path, declared: Mapping[str, reading.Declared], targets: Mapping[str, Tensor]) -> None:

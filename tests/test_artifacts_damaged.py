@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import dllp
@@ -40,6 +43,54 @@ def test_damaged_files_are_named(folder: Path, name: str, damage: str) -> None:
     message = str(caught.value)
     assert "\n" not in message and (name in message if damage != "missing" or name != "run.json" else True)
     assert str(folder) in message
+
+
+@pytest.mark.parametrize("name", SAFETENSORS)
+@given(data=st.data())
+def test_one_flipped_bit_of_a_tensor_is_told(
+    saved_run: tuple[dllp.Result, Path], name: str, data: st.DataObject
+) -> None:
+    path = saved_run[1] / name
+    content = path.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    place, bit = data.draw(st.integers(begin, len(content) - 1)), data.draw(st.integers(0, 7))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(shutil.copytree(saved_run[1], Path(temporary) / "copy"))
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << bit
+        (folder / name).write_bytes(flipped)
+        with pytest.raises(ArtifactError, match=rf"{name}(.* damaged: its checksum|: .* booleans)"):
+            dllp.load(folder, saved.build())
+
+
+def test_weights_that_others_wrote_have_no_checksum(folder: Path) -> None:
+    path = folder / "particle-0.safetensors"
+    tensors = {name: value.clone() for name, value in load_file(path).items()}
+    tensors["8.bias"] += 1
+    save_file(tensors, path)
+    assert torch.equal(dllp.load(folder, saved.build()).model.state_dict()["8.bias"], tensors["8.bias"])
+
+
+@given(st.dictionaries(st.text(), st.text(), max_size=3), st.text(), st.integers(0, 3))
+def test_the_checksum_covers_texts_names_types_shapes_and_values(texts: dict[str, str], name: str, at: int) -> None:
+    assume(name != "other" and "more" not in texts)
+    tensors = {name: torch.arange(4.0), "other": torch.zeros(2, 3, dtype=torch.bfloat16)}
+    changed = tensors[name].clone()
+    changed[at] += 1e-3
+    changes = [
+        (tensors, {**texts, "more": ""}),
+        *((tensors, {**texts, key: text + " "}) for key, text in texts.items()),
+        ({name + " ": tensors[name], "other": tensors["other"]}, texts),
+        (tensors | {name: tensors[name].double()}, texts),
+        (tensors | {name: tensors[name].view(2, 2)}, texts),
+        (tensors | {name: changed}, texts),
+        (tensors | {"other": tensors["other"].half()}, texts),
+    ]
+    base = artifacts.checksum(tensors, texts)
+    assert base == artifacts.checksum(dict(reversed(tensors.items())), dict(reversed(texts.items()))), "in any order"
+    strided = tensors | {name: tensors[name].view(2, 2).T}
+    assert artifacts.checksum(strided, texts) == artifacts.checksum(strided | {name: strided[name].contiguous()}, texts)
+    assert base not in [artifacts.checksum(*change) for change in changes]
 
 
 @pytest.mark.parametrize("value", [None, 3, [], "text", {}, {"format": 99}])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from dllp import checkpoints, writing
-from dllp.checkpoints import Checkpoints, State, Take, digest, read
+from dllp.checkpoints import Checkpoints, State, Take, read
 from dllp.errors import ArtifactError, ConfigError, Interrupted
 
 
@@ -147,7 +146,7 @@ def test_a_damaged_newest_one_is_named_and_the_one_before_is_used(tmp_path: Path
         "text": b"not a checkpoint at all",
         "swapped": held.files()[0].read_bytes().replace(b"dllp-checkpoint", b"else-checkpoint"),
         "values": content.replace(rb"\"step\": 2", rb"\"step\": 3"),
-        "header": content.replace(b"dllp-checkpoint-2", b"dllp-checkpoint-9"),
+        "header": content.replace(b"dllp-checkpoint-3", b"dllp-checkpoint-9"),
     }
     assert harmed[harm] != content
     newest.write_bytes(harmed[harm])
@@ -185,22 +184,6 @@ def test_stop_writes_and_raises(tmp_path: Path) -> None:
     assert end.value.signal == 15 and names(held) == [4]
 
 
-def test_digest_covers_names_types_shapes_and_values() -> None:
-    tensors, values = state(1)[0], json.dumps(state(1)[1])
-    base = digest(tensors, values)
-    renamed = {"columns" if name == "rows" else name: value for name, value in tensors.items()}
-    changes: list[tuple[dict[str, Any], str]] = [
-        (renamed, values),
-        (tensors | {"rows": tensors["rows"].double()}, values),
-        (tensors | {"rows": tensors["rows"].view(3, 2)}, values),
-        (tensors | {"rows": tensors["rows"] + 1e-7}, values),
-        (tensors, json.dumps(state(2)[1])),
-    ]
-    assert len({base, *(digest(*change) for change in changes)}) == len(changes) + 1
-    strided = torch.arange(6.0).view(2, 3)
-    assert digest({"a": strided.T}, "") == digest({"a": strided.T.contiguous()}, "")
-
-
 @pytest.mark.parametrize("rhythm", [{"every_steps": -1}, {"every_minutes": -0.5}, {"every_minutes": float("nan")}])
 def test_a_rhythm_that_makes_no_sense(tmp_path: Path, rhythm: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="0 or more"):
@@ -210,4 +193,4 @@ def test_a_rhythm_that_makes_no_sense(tmp_path: Path, rhythm: dict[str, Any]) ->
 def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"gone\.safetensors"):
         read(tmp_path / "gone.safetensors")
-    assert checkpoints.FORMAT == "dllp-checkpoint-2", "another format needs another number"
+    assert checkpoints.FORMAT == "dllp-checkpoint-3", "another format needs another number"

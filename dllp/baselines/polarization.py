@@ -5,8 +5,8 @@ With s the mean of sign(gamma - mean gamma), factors below the mean are drawn to
 t - 1 + s: at t just above 1 and with as many on both sides only the small ones shrink. The paper's factors are not
 negative; here the sizes |gamma| have the prior, so that a factor that crosses 0 is drawn back and not driven on.
 Score = |gamma|; where two groups have formed, any threshold between them gives the same network.
-Hyperparameters: `strength` and `t`, which the paper adjusts to the FLOPs that are wanted, 3e-4, the best of 1e-5 to 3e-4
-on ResNet-20 (results/tuning), and 1.2; `least`, as for network slimming.
+Hyperparameters: `strength` and `t`, which the paper adjusts to the FLOPs that are wanted: 3e-4, the best of 1e-5 to
+3e-4 on ResNet-20 (results/tuning), and 1.2; `least`, as for network slimming.
 Published: ResNet-56 on CIFAR-10, 0.03 points gained at 47% fewer FLOPs.
 """
 
