@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -122,39 +123,51 @@ def study(parts: Mapping[str, Mapping[str, Array]], reference: Mapping[str, Arra
 
 # ---- as text
 
-COLUMNS = {
-    "count": "{:,}", "std": "{:.4f}", "near_zero": "{:.2f}", "kurtosis": "{:.2f}", "ks": "{:.3f}", "dip_p": "{:.2f}",
-    "wasserstein": "{:.3f}",
+HEADERS = {
+    "part": "", "count": "weights", "std": "std", "near_zero": "near\nzero", "kurtosis": "excess\nkurt.", "ks": "KS",
+    "dip_p": "dip\np", "wasserstein": "W", "law": "best\nlaw", "law_ks": "its\nKS",
 }  # fmt: skip
-HEADERS = ("layer", "part", "weights", "std", "near zero", "kurtosis", "KS", "dip p", "Wasserstein", "best law")
+"""In two lines, so that the table fits 80 columns."""
+FORMATS = {
+    "count": ",", "std": ".4f", "near_zero": ".2f", "kurtosis": ".2f", "ks": ".3f", "dip_p": ".2f",
+    "wasserstein": ".3f", "law_ks": ".3f",
+}  # fmt: skip
+LAWS = {"amoroso": "amoroso", "amoroso_2": "amoroso 2", "pareto": "pareto", "generalised_pareto": "GPD"}
+WIDTH = 80
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """The report's figures as a table; all layers together come first, standardised."""
-    rows: list[Sequence[str]] = [HEADERS]
-    for name, shapes in {WHOLE: report[WHOLE], **report["layers"]}.items():
-        rows += [_row(name, part, shapes[part]) for part in PARTS if shapes[part] is not None]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = [_aligned(row, widths) for row in rows]
-    note = (
+    """The report's figures as a table; all layers together come first, standardised. A name has its own line."""
+    named = {WHOLE: report[WHOLE], **report["layers"]}
+    rows = {name: [_row(part, shapes[part]) for part in PARTS if shapes[part]] for name, shapes in named.items()}
+    tops = [list(line) for line in zip(*(f"{head}\n".split("\n")[:2] for head in HEADERS.values()), strict=True)]
+    columns = zip(*tops, *(row for found in rows.values() for row in found), strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    lines = [_aligned(top, widths) for top in tops]
+    for name, found in rows.items():
+        lines += [name, *(_aligned(row, widths) for row in found)] if found else []
+    notes = (
         "near zero: weights within a tenth of a standard deviation, over what a Gaussian has there (1: as a Gaussian; "
-        "0: cut away).\nKS: distance to the Gaussian of the same mean and deviation. dip p: below 0.05 there is more "
-        f"than one mode.\nWasserstein: to the weights of {report['reference']}, standardised. best law: of the "
-        "magnitudes, by likelihood. whole: layers standardised, then pooled. Parts of fewer than "
-        f"{distribution.FEWEST} weights, or of equal ones, have no row."
+        "0: cut away).",
+        "KS: distance to the Gaussian of the same mean and deviation. dip p: below 0.05 there is more than one mode.",
+        f"W: Wasserstein distance to the weights of {report['reference']}, standardised. best law: of the magnitudes, "
+        "by likelihood, and its KS distance to them; GPD: generalised Pareto.",
+        f"whole: layers standardised, then pooled. Parts of fewer than {distribution.FEWEST} weights, or of equal "
+        "ones, have no row.",
     )
-    return "\n".join([*aligned, "", note])
+    return "\n".join([*lines, "", *(textwrap.fill(note, WIDTH) for note in notes)])
 
 
 def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
     """Names to the left, numbers to the right."""
-    cells = zip(row, widths, strict=True)
-    return "  ".join(cell.rjust(w) if 2 <= i < 9 else cell.ljust(w) for i, (cell, w) in enumerate(cells)).rstrip()
+    cells = zip(row, HEADERS, widths, strict=True)
+    aligned = (cell.ljust(width) if key in ("part", "law") else cell.rjust(width) for cell, key, width in cells)
+    return f" {'  '.join(aligned)}".rstrip()
 
 
-def _row(name: str, part: str, shape: Mapping[str, Any]) -> list[str]:
-    cells = ["–" if shape[key] is None else form.format(shape[key]) for key, form in COLUMNS.items()]
+def _row(part: str, shape: Mapping[str, Any]) -> list[str]:
     fits = shape["fits"]
-    best = max(fits, key=lambda law: fits[law]["log_likelihood"]) if fits else ""
-    law = f"{best.replace('_', ' ')} (KS {fits[best]['ks']:.3f})" if best else "–"
-    return [name, part, *cells, law]
+    best = max(fits, key=lambda law: fits[law]["log_likelihood"]) if fits else None
+    numbers = {**shape, "law_ks": best and fits[best]["ks"]}
+    cells = {key: "–" if numbers[key] is None else format(numbers[key], form) for key, form in FORMATS.items()}
+    return [{"part": part, "law": LAWS[best] if best else "–", **cells}[key] for key in HEADERS]

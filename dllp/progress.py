@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -26,6 +26,10 @@ try:
     import resource
 except ImportError:  # Windows has none
     resource = None
+
+
+NAME, WIDEST = 16, 10_000
+"""Columns that a name keeps in a table on a narrow terminal, and in which every table finds room."""
 
 
 class Silent(AbstractContextManager["Silent"]):
@@ -158,7 +162,7 @@ def show(rows: Sequence[Row], title: str) -> None:
     """Print the table on standard output."""
     console = Console(file=sys.stdout)
     console.print(Text(title), soft_wrap=True)  # names out of files are no markup, and may be wider than the table
-    console.print(render(rows))
+    console.print(render(rows), crop=False)
 
 
 def show_evaluation(found: Evaluation, title: str) -> None:
@@ -167,9 +171,9 @@ def show_evaluation(found: Evaluation, title: str) -> None:
     show([row for row in found.rows if row not in outside], title)
     console = Console(file=sys.stdout)
     if outside:
-        console.print(render_outside(outside, regression="rmse" in found.rows[0].metrics))
+        console.print(render_outside(outside, regression="rmse" in found.rows[0].metrics), crop=False)
     if len(found.efficiency) > 1:
-        console.print(render_efficiency(found.efficiency))
+        console.print(render_efficiency(found.efficiency), crop=False)
 
 
 def render_outside(rows: Sequence[Row], regression: bool = False) -> Table:
@@ -237,7 +241,7 @@ def status(quiet: bool) -> Iterator[Callable[[str], None]]:
 def show_speed(rows: Sequence[SpeedRow], layers: Sequence[LayerTime], title: str) -> None:
     """Print what `dllp speed` measured, how much of the saved FLOPs became time, and the layers that hold it back."""
     console = Console(file=sys.stdout)
-    console.print(render_speed(rows, title))
+    console.print(render_speed(rows, title), crop=False)
     console.print("time share: time saved over FLOPs saved; int8: its accuracy was not measured")
     row = headline(rows)
     if row is None or row.share is None:
@@ -278,12 +282,22 @@ def render_speed(rows: Sequence[SpeedRow], title: str) -> Group:
     return Group(*parts, table)
 
 
+class _Whole(Table):
+    """A table that folds long names, and is wider than a narrow terminal rather than without ends of its numbers."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        free = options.update(width=WIDEST)
+        names = max((console.measure(cell, options=free).maximum for cell in self.columns[0].cells), default=0)
+        needed = self.__rich_measure__(console, free).maximum - max(0, names - NAME)
+        yield from super().__rich_console__(console, options.update(width=max(options.max_width, needed)))
+
+
 def _section(title: str | None, *columns: str) -> Table:
-    table = Table(
+    table = _Whole(
         title=title and Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
     )
     for i, name in enumerate(columns):
-        table.add_column(name, justify="right" if i else "left", no_wrap=True)
+        table.add_column(name, justify="right" if i else "left", no_wrap=bool(i), overflow="fold")
     return table
 
 

@@ -96,7 +96,28 @@ def test_a_hard_cut_is_told_from_a_gaussian() -> None:
     assert densities["kept"][50] == 0 < densities["removed"][50], "the bin at zero lost everything"
     assert json.loads(json.dumps(report, allow_nan=False)) == report
     lines = analysis.text({**report, "reference": "dense"}).splitlines()
-    assert lines[0].split()[:2] == ["layer", "part"] and lines[1].startswith("whole  before") and len(lines) > 10
+    assert lines[0].split()[:3] == ["weights", "std", "near"] and lines[2] == "whole" and lines[3].startswith(" before")
+    assert lines[-1].endswith("have no row.") and len(lines) > 20 and max(map(len, lines)) <= 80
+
+
+def test_the_table_of_a_large_network_fits_80_columns_with_every_number() -> None:
+    fits = {"generalised_pareto": {"ks": 0.123, "log_likelihood": 2.0}, "amoroso_2": {"ks": 0.4, "log_likelihood": 1.0}}
+    numbers = {"count": 25_502_912, "std": 1.0001, "near_zero": 1.03, "kurtosis": -123.45, "ks": 0.004}
+    shape = {**numbers, "dip_p": None, "wasserstein": 0.011, "fits": fits}
+    parts = {"before": shape, "kept": shape, "removed": {**shape, "fits": {}}}
+    name = "layer3.22.conv2"
+    table = analysis.text(
+        {"reference": "M_0", "whole": parts, "layers": {name: {**parts, "kept": None}, "fc": dict.fromkeys(parts)}}
+    )
+    lines = [line.split() for line in table.splitlines()]
+    assert max(map(len, table.splitlines())) <= 80
+    numbers = ["25,502,912", "1.0001", "1.03", "-123.45", "0.004", "–", "0.011"]
+    assert lines[2:6] == [
+        ["whole"],
+        *([part, *numbers, "GPD", "0.123"] for part in ("before", "kept")),
+        ["removed", *numbers, "–", "–"],
+    ]
+    assert lines[6] == [name] and lines[8][0] == "removed" and not lines[9], "what has no row has no name"
 
 
 def test_a_particle_that_is_not_there() -> None:

@@ -15,6 +15,7 @@ from dllp import progress
 from dllp.baselines import METHODS, run
 from dllp.cli import main
 from dllp.config import Config
+from dllp.evaluate import CLEAN, OUTSIDE, Efficiency, Evaluation, Row
 from dllp.train import EpochRecord
 from dllp.zoo.small import small_cnn
 from tests.commands import FAST, one_line
@@ -132,3 +133,20 @@ def test_names_of_folders_are_no_markup_in_a_terminal(
     with progress.status(quiet=False) as tell:
         tell("reading runs [/b]")
     assert "reading runs [/b]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_numbers_are_whole_however_narrow_the_terminal_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    metrics = {"accuracy": 0.1235, "ece": 0.2346, "nll": 1.23456, "auroc": 0.5679, "fpr95": 0.6789}
+    elsewhere = "folder/" * 12 + "end"
+    rows = [Row("particle 1", place, metrics, 123e6, 45_678, 901_234) for place in (CLEAN, OUTSIDE + elsewhere)]
+    noise = [Efficiency("clean", 0.08667, 0.00036, 0.00012, 0.9955, 0.9977, 2) for _ in range(2)]
+    progress.show_evaluation(Evaluation(rows, efficiency=noise), "a run")
+    lines = capsys.readouterr().out.splitlines()
+    shown = [word for line in lines for word in line.split()]
+    assert {"12.35%", "23.46%", "1.2346", "123", "45.7", "901", "56.79%", "67.89%", "0.08667", "99.8%"} <= set(shown)
+    assert not any("…" in word for word in shown) and elsewhere in "".join(shown), "long names are folded, not cut"
+    assert columns == "40" or max(len(line.rstrip()) for line in lines) <= 80
