@@ -27,7 +27,7 @@ def _lead(run: Run) -> str:
         which, wanted = run.budget
         kept = max(getattr(size, which) for size in run.sizes) / max(getattr(run.dense, which), 1)
         what = "FLOPs" if which == "macs" else "parameters"
-        parts.append(f"Budget: keep {percent(wanted, 1)} of the {what}; kept {percent(kept, 1)}.")
+        parts.append(f"Budget: keep {percent(wanted, 1)} of the {what}; kept {'at most ' * (n > 1)}{percent(kept, 1)}.")
     if run.examples is not None:
         count = len(run.examples.labels)
         parts.append(f"Measured on {count} examples: one of them is {100 / count:.2f} points of accuracy.")
