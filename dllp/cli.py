@@ -20,7 +20,7 @@ from dllp.data.corruptions import parse as parse_corruption
 from dllp.data.ood import find as find_outside
 from dllp.data.ood import same as same_data
 from dllp.devices import find_device
-from dllp.errors import ConfigError, DllpError, Interrupted
+from dllp.errors import ConfigError, DllpError, Interrupted, check_count
 from dllp.ranks import number
 from dllp.result import load, posterior_of
 from dllp.sampling import sample_gates
@@ -74,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _evaluate(given: dict[str, Any]) -> None:
     folder = Path(given["folder"])
+    if "gate_draws" in given:
+        check_count(gate_draws=given["gate_draws"])
     run = artifacts.read_run(folder)
     stored = options.read(artifacts.member(folder, SETTINGS)) if (folder / SETTINGS).exists() else {}
     for name in ("data", "model"):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dllp import api, artifacts, boards, evaluate, examples, options, progress, weights, writing
+from dllp import api, artifacts, boards, evaluate, examples, options, progress, weights, writing, zoo
 from dllp.baselines import find as find_method
 from dllp.baselines import run as baseline
 from dllp.checkpoints import Checkpoints
@@ -110,6 +110,8 @@ def prepared(ranks: Ranks, task: Task, values: dict[str, Any], tell: Tell | None
         find_device(early.device)
         with progress.download(quiet) as bar:
             data = task.load(early.seed, bar, tell)
+        if not task.is_code:
+            zoo.check_images(task.model, data.train.shape[1:])
         config = task.config(values, data).resolved()
         if config.deterministic:  # read when cuBLAS starts, which it has not yet
             os.environ.setdefault(WORKSPACE, WORKSPACES[0])

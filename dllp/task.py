@@ -96,8 +96,6 @@ class Task:
         names = ("image_size", "augment", "validation", "workers", "max_bad")
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
         data = load_data(self.data, root=self.data_root, seed=seed, progress=progress, tell=tell, **options)
-        if not self.is_code:
-            zoo.check_images(self.model, data.train.shape[1:])
         if self.leave_out:
             data = without(data, tuple(name.strip() for name in self.leave_out.split(",")))
         return replace(data, test=data.validation) if self.validation and data.validation is not None else data
@@ -223,7 +221,10 @@ def as_trained(data: Dataset, known: Mapping[str, Any]) -> ArrayData:
     shape, classes = known.get("shape"), known.get("classes")
     if shape is not None and list(data.test.x.shape[1:]) != shape:
         found = tuple(data.test.x.shape[1:])
-        raise DataError(f"{data.name} has inputs of shape {found}, but the run was trained on {tuple(shape)}")
+        raise DataError(
+            f"{data.name} has inputs of shape {found}, but the run was trained on {tuple(shape)}: give data of that "
+            "shape; images in folders are resized by --image-size"
+        )
     if classes is not None and list(data.classes) != classes:
         raise DataError(
             f"{data.name} has other classes ({', '.join(data.classes[:4])}, ...) than the run "

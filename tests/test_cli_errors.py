@@ -21,6 +21,13 @@ from tests.commands import FAST, npy, one_line
         ("", ["command"]),
         ("prone", ["prone", "prune"]),
         ("prune --kep-flops 0.3", ["unknown option --kep-flops", "did you mean --keep-flops"]),
+        ("prune --bogus", ["unknown option --bogus: see dllp prune --help"]),
+        ("evaluate DIR --bogus", ["unknown option --bogus: see dllp evaluate --help"]),
+        ("evaluate DIR --epoch 3", ["unknown option --epoch: see dllp evaluate --help"]),
+        (
+            "prune --init m.onnx",
+            ["init = m.onnx: expected given, fresh or a file of trained weights (.safetensors, .pt"],
+        ),
         ("export DIR --overwrite", ["--overwrite is an option of dllp prune", "not of this command"]),
         ("prune surplus", ["surplus"]),
         ("prune --epochs", ["--epochs"]),

@@ -49,6 +49,7 @@ def test_the_command_looks_elsewhere(tmp_path: Path, capsys: Capture) -> None:
 def test_bad_evaluations_are_one_line(run: Path, tmp_path: Path, capsys: Capture) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
+    rows = npy(tmp_path / "rows", np.zeros((20, 7), np.float32), np.arange(20) % 10)
     for words, text in (
         (["--ood", "fog"], "unknown out-of-distribution data 'fog'"),
         (["--ood", "digits"], "the data of the evaluation itself"),
@@ -56,7 +57,8 @@ def test_bad_evaluations_are_one_line(run: Path, tmp_path: Path, capsys: Capture
         (["--ood", str(empty)], "holds no image"),
         (["--corrupt", "fog"], "unknown corruption 'fog'"),
         (["--subset", "0"], "a share of the examples in (0, 1]"),
-        (["--gate-draws", "0"], "at least one draw"),
+        (["--gate-draws", "0"], "gate_draws = 0: a whole number is needed, at least 1"),
+        (["--data", str(rows)], "inputs of shape (7,), but the run was trained on (1, 8, 8): give data of that shape"),
     ):
         assert main(["evaluate", str(run), *words, "--json", str(tmp_path / "no.json")]) == 2, words
         one_line(capsys, text)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 from dllp.options.commands import COMMANDS
+from dllp.weights import SUFFIXES
 
 _KINDS = {
     "<class 'int'>": "a whole number", "<class 'float'>": "a number", "<class 'str'>": "text",
@@ -14,15 +15,15 @@ _KINDS = {
 }  # fmt: skip
 
 
-def plain(message: str) -> str:
-    """A parser's message as one line in the user's words."""
+def plain(message: str, command: str = "prune") -> str:
+    """A parser's message about a command as one line in the user's words; settings files are those of `prune`."""
     unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
     if unknown:
-        options = {command: list(parser()._option_string_actions) for command, (parser, _) in COMMANDS.items()}
-        owners = [command for command, flags in options.items() if unknown[1] in flags]
+        options = {name: list(parser()._option_string_actions) for name, (parser, _) in COMMANDS.items()}
+        owners = [name for name, flags in options.items() if unknown[1] in flags]
         if owners:
             return f"{unknown[1]} is an option of dllp {', '.join(owners)}, not of this command: leave it out"
-        return f"unknown option {unknown[1]}{near(unknown[1], [flag for flags in options.values() for flag in flags])}"
+        return f"unknown option {unknown[1]}{near(unknown[1], options[command], command)}"
     if message.startswith("unrecognized arguments: "):
         return f"{message.removeprefix('unrecognized arguments: ')} is too much: see the command with --help"
     key = re.match(r'Parser key "(\w+)"(?: element \d+)?:', message)
@@ -32,11 +33,14 @@ def plain(message: str) -> str:
     kinds: list[str] = re.findall(r"Expected (?:an? )?(typing\.Literal\[.*?\]|<class '\w+'>)", message)
     words = [_KINDS.get(kind) or kind.removeprefix("typing.Literal").strip("[]").replace("'", "") for kind in kinds]
     wanted = [word for word in words if not word.startswith("<")]
+    if key[1] == "init":
+        wanted.append(f"a file of trained weights ({', '.join(SUFFIXES)}; in a settings file that is `weights`)")
     value = re.search(r"(?:Got|Given) value: (.*)\Z", message)
     return f"{key[1]} = {value[1] if value else '?'}: expected {' or '.join(dict.fromkeys(wanted))}"
 
 
-def near(name: str, known: Sequence[str]) -> str:
+def near(name: str, known: Sequence[str], command: str = "prune") -> str:
     """What ends a message about an unknown name: the known one that it may have been meant for, or where all are."""
-    found = difflib.get_close_matches(name, known, n=1)
-    return f": did you mean {found[0]}?" if found else ": see dllp prune --help"
+    bare = {each.lstrip("-"): each for each in known}  # the dashes that all options have make none of them alike
+    found = difflib.get_close_matches(name.lstrip("-"), bare, n=1)
+    return f": did you mean {bare[found[0]]}?" if found else f": see dllp {command} --help"

@@ -30,7 +30,8 @@ def parse(words: Iterable[str]) -> tuple[str, dict[str, Any]]:
     try:
         given = parser.parse_args(_weights([_dashed(word) for word in words]), defaults=False)
     except argparse.ArgumentError as error:
-        raise ConfigError(plain(str(error))) from None
+        named = next((word for word in words if word in COMMANDS), "prune")
+        raise ConfigError(plain(str(error), named)) from None
     return given["command"], vars(given[given["command"]])
 
 
