@@ -1,5 +1,10 @@
 """dllp: neural networks made small, with a posterior that says how far to trust what is left."""
 
+# ruff: noqa: E402
+from dllp.signals import while_loading
+
+while_loading()  # before what takes seconds to load
+
 from dllp.api import prune, train_dense
 from dllp.config import Config
 from dllp.errors import ArtifactError, ConfigError, DataError, DllpError, StructureError

@@ -24,6 +24,7 @@ from dllp.errors import ConfigError, DllpError, Interrupted, check_count
 from dllp.ranks import number
 from dllp.result import load, posterior_of
 from dllp.sampling import sample_gates
+from dllp.signals import loaded
 from dllp.task import DENSE_FILE, SETTINGS, Task, as_trained, described, disk, outputs, subset
 
 STUDYING = {"analyze": studying.analyze, "methods": studying.methods}
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Of several processes under torchrun the first speaks for all.
     """
     command = ""
+    loaded()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a table must not fail for a sign that the terminal lacks
             stream.reconfigure(errors="replace")

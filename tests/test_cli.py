@@ -22,7 +22,7 @@ from dllp import options, progress
 from dllp.artifacts import new_folder
 from dllp.cli import main
 from dllp.zoo import build
-from tests.commands import ENVIRONMENT, FAST, npy, one_line
+from tests.commands import ENVIRONMENT, FAST, UNTRACED, npy, one_line
 
 # ---- runs
 
@@ -155,6 +155,22 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
     assert first.startswith("pruned epoch 1/500"), error
     assert (process.returncode, error) == (130, "dllp: interrupted, go on with dllp prune --resume --out runs/a\n")
     assert {path.name for path in (tmp_path / "runs/a").iterdir()} == {"config.yaml", "checkpoints", "log.jsonl"}
+
+
+@pytest.mark.parametrize("module", ["torch", "jsonargparse"])
+@pytest.mark.parametrize("words", [["-m", "dllp"], ["bin/dllp"], ["-c", "import dllp.cli"]])
+def test_ctrl_c_while_it_loads(tmp_path: Path, module: str, words: list[str]) -> None:
+    """The command ends without a word; a program of a user's own gets the exception."""
+    (tmp_path / f"{module}.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "dllp").write_text("import sys\nfrom dllp.cli import main\nsys.exit(main())\n")
+    path = os.pathsep.join([str(tmp_path), UNTRACED["PYTHONPATH"]])
+    call = [sys.executable, *words, "--version"]
+    done = subprocess.run(call, cwd=tmp_path, env=UNTRACED | {"PYTHONPATH": path}, capture_output=True, text=True)
+    if words[0] == "-c":
+        assert done.returncode == -signal.SIGINT and done.stderr.endswith("KeyboardInterrupt\n")
+    else:
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_names_in_files_may_have_dashes_and_exponents(tmp_path: Path) -> None:
