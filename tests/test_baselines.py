@@ -169,8 +169,13 @@ def test_mistakes_are_one_clear_line() -> None:
         run.prune(find("magnitude-l1"), small_cnn(), data, Config(keep_params=1e-4, epochs=10**6))
     with pytest.raises(ConfigError, match="prior = hoyer belongs to dllp itself: method sfp brings its own"):
         run.prune(find("sfp"), small_cnn(), data, Config(keep_flops=0.5, epochs=10**6, prior="hoyer"))
-    with pytest.raises(ConfigError, match="finetune_epochs = -1"):
-        run.prune(find("random"), small_cnn(), data, Config(keep_flops=0.5), finetune_epochs=-1)
+    settings: dict[str, tuple[Any, ...]] = {
+        "finetune_epochs": (-1, 1.5, True, None, "1"),
+        "finetune_lr": (-1.0, 0, math.nan, math.inf, True, "1"),
+    }
+    for setting, bad in ((setting, bad) for setting, values in settings.items() for bad in values):
+        with pytest.raises(ConfigError, match=f"{setting} = {bad!r}: a (whole|positive) number is needed"):
+            run.prune(find("random"), small_cnn(), data, Config(keep_flops=0.5, epochs=10**6), **{setting: bad})
     with pytest.raises(ConfigError, match="method = 'sfp': a method is needed"):
         run.prune("sfp", small_cnn(), data, Config(keep_flops=0.5))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="method sfp has granularity = channel: leave out granularity"):

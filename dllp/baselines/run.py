@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -72,8 +73,11 @@ def prune(
     """
     if not isinstance(method, Method):
         raise ConfigError(f"method = {method!r}: a method is needed, such as dllp.baselines.find('slimming')")
-    if finetune_epochs < 0:
-        raise ConfigError(f"finetune_epochs = {finetune_epochs}: it must not be negative")
+    if type(finetune_epochs) is not int or finetune_epochs < 0:
+        raise ConfigError(f"finetune_epochs = {finetune_epochs!r:.60}: a whole number is needed, 0 for none")
+    number = isinstance(finetune_lr, (int, float)) and not isinstance(finetune_lr, bool)
+    if not number or not 0 < finetune_lr < math.inf:
+        raise ConfigError(f"finetune_lr = {finetune_lr!r:.60}: a positive number is needed, such as {FINETUNE_LR}")
     if config.keep_flops is None and config.keep_params is None:
         raise ConfigError(f"{method.name} needs a budget: give keep_flops or keep_params, for example 0.45")
     method.refuse_priors(vars(config))
