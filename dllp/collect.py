@@ -41,7 +41,7 @@ def collect(trainer: Trainer, structure: Structure, example: Tensor) -> Result:
             "noise": noise,
         },
         widths=widths,
-        whole=dict(structure.whole),
+        whole=dict(structure.whole if gating is None else gating.whole),
         info=environment(trainer.particles.device) | log_prior(trainer),
     )
 
@@ -51,9 +51,9 @@ def costs(gating: ChannelGating | WeightGating, keep: Tensor) -> tuple[list[Size
     z = keep.to(torch.get_default_dtype())
     pairs = zip(gating.flops.expected(z), gating.params.expected(z), strict=True)
     sizes = [Size(float(macs), round(float(params))) for macs, params in pairs]
-    kept = gating.scales.module_sums(z).round().int().cpu().T.tolist()
-    counts = zip(gating.scales.modules, gating.scales.lengths, kept, strict=True)
-    return sizes, {name: [*each, total] for name, total, each in counts}
+    stored = gating.stored.to(keep.device)
+    counts = gating.scales.module_sums(torch.cat([keep * stored, stored[None]])).cpu().T.tolist()
+    return sizes, dict(zip(gating.scales.modules, counts, strict=True))
 
 
 def log_prior(trainer: Trainer) -> dict[str, Any]:

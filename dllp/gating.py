@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from dllp.errors import StructureError
 from dllp.particles import Layout, kept_coordinates
@@ -83,12 +84,19 @@ class AnyCost(Protocol):
 
 
 class Gating(Protocol):
-    """The gates of one network, as training sees them."""
+    """The gates of one network, as training sees them.
+
+    Attributes:
+        stored: (U,) int64, how many channels or weights each gate stands for.
+        whole: What has no gates, and why.
+    """
 
     units: int
     scales: Scales
     flops: AnyCost
     params: AnyCost
+    stored: Tensor
+    whole: Mapping[str, str]
 
     def weights(self, parameters: Mapping[str, Tensor], gates: Tensor) -> dict[str, Tensor]:
         """(U,) gates -> the effective weights that replace the parameters of the same name."""
@@ -106,7 +114,7 @@ class ChannelGating:
         self, model: nn.Module, structure: Structure, layout: Layout, device: torch.device, *, round_to: int = 1
     ) -> None:
         self.structure, self.round_to = structure, round_to
-        self.units = structure.units
+        self.units, self.stored, self.whole = structure.units, structure.channels_per_unit, structure.whole
         self.fold = Fold(model, structure.groups).to(device)
         self.flops, self.params = structure.flops.to(device), structure.params.to(device)
         self.scales = channel_scales(model, structure, layout, device)
@@ -153,22 +161,19 @@ class WeightGating:
         self, model: nn.Module, structure: Structure, layout: Layout, device: torch.device, *,
         linear: bool = False, filter_fn: FilterFn | None = None,
     ) -> None:  # fmt: skip
-        kinds = (nn.modules.conv._ConvNd, nn.Linear) if linear else (nn.modules.conv._ConvNd,)
         macs = {layer.name: layer.macs for layer in structure.layers}
-        owners = _owners(model)
-        found = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds) and name in macs]
-        chosen = [(name, module) for name, module in found if allowed(filter_fn, module, name)]
-        # a weight that is shared, or computed from others, cannot be gated in one place
-        modules = [(name, module) for name, module in chosen if owners[id(module._parameters.get("weight"))] == 1]
-        self.hint = "keep more" if linear else "keep more, or set gate_linear=True"
+        owners, named = _owners(model), [(n, m) for n, m in model.named_modules() if n in macs or _has_matrix(m)]
+        reasons = {name: _why_whole(module, name, macs, owners, linear, filter_fn) for name, module in named}
+        self.whole = {name: reason for name, reason in reasons.items() if reason}
+        modules = [(name, module) for name, module in named if name not in self.whole]
+        held = {name: sum(p.numel() for p in module.parameters()) for name, module in named}
+        self.largest = sorted(self.whole, key=lambda name: -held[name])[:3]
         if not modules:
-            reason = "allow some in filter_fn" if linear else "allow some in filter_fn, or set gate_linear=True"
-            if chosen:
-                reason = f"that of {chosen[0][0]!r} is shared, or computed from others: remove parametrizations first"
-            raise StructureError(f"the network has no weights to gate: {reason}")
+            raise StructureError(f"the network has no weights to gate: {self._reasons()}")
         self.segments = [layout.segments[f"{name}.weight"] for name, _ in modules]
         sizes = [segment.shape.numel() for segment in self.segments]
         self.units = sum(sizes)
+        self.stored = torch.ones(self.units, dtype=torch.int64)
         self.starts = [sum(sizes[:k]) for k in range(len(sizes))]
         coordinates = torch.cat([torch.arange(s.offset, s.offset + s.shape.numel()) for s in self.segments])
         self.scales = Scales(
@@ -194,6 +199,13 @@ class WeightGating:
             weight = parameters[segment.name]
             effective[segment.name] = weight * gate.to(weight.dtype)
         return effective
+
+    def _reasons(self) -> str:
+        """Why the largest modules without gates have none, in a few words."""
+        named: dict[str, list[str]] = {}
+        for name in self.largest:
+            named.setdefault(self.whole[name], []).append(name)
+        return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in named.items()) or "it has none"
 
     def in_order(self, values: Tensor) -> Tensor:
         """(n, U) -> (n, U): each parameter's values in its own order, whatever memory format it is trained in."""
@@ -223,13 +235,38 @@ class WeightGating:
         if room < 0:
             raise StructureError(
                 f"the budget cannot be met: the weights without gates alone cost {fixed / cost.dense:.4f} of the dense "
-                f"network; {self.hint}"
+                f"network; keep more{f' (without gates are {self._reasons()})' if self.largest else ''}"
             )
         order = torch.argsort(logits, descending=True, stable=True)
         spent = price[order].cumsum(0)
         chosen = torch.zeros_like(logits, dtype=torch.bool)
         chosen[order[spent <= room + 1e-12 * cost.dense]] = True
         return chosen
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Whether a module itself holds weights that multiply; those of a parametrization belong to its layer."""
+    if isinstance(module, parametrize.ParametrizationList):
+        return False
+    return any(p is not None and p.dim() > 1 for p in module._parameters.values())
+
+
+def _why_whole(
+    module: nn.Module, name: str, macs: Mapping[str, float], owners: Mapping[int, int], linear: bool,
+    filter_fn: FilterFn | None,
+) -> str:  # fmt: skip
+    """Why a module's weights have no gates; nothing where they have."""
+    if not isinstance(module, (nn.modules.conv._ConvNd, nn.Linear)):
+        return "no convolution and no linear layer"
+    if isinstance(module, nn.Linear) and not linear:
+        return "a linear layer; set gate_linear = true"
+    if name not in macs:
+        return "never called: another module computes with its weights"
+    if not allowed(filter_fn, module, name):
+        return "filter_fn keeps it"
+    if owners.get(id(module._parameters.get("weight"))) != 1:
+        return "its weight is shared, or computed from others (remove parametrizations first)"
+    return ""
 
 
 def _owners(model: nn.Module) -> Counter[int]:

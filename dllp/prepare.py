@@ -128,6 +128,10 @@ def check_targets(model: nn.Module, batches: Source, config: Config, example: Te
             f"in training the network must return {wanted} as it does in evaluation, not {_described(found)}: switch "
             "auxiliary outputs off"
         )
+    if task == "classification" and _are_probabilities(outputs if not head else outputs[:, :-1]):
+        raise StructureError(
+            "the network's outputs are probabilities, and their softmax would be taken again: remove the last softmax"
+        )
     if task == "regression":
         found, wanted = outputs[0].numel() - head, targets[0].numel()
         if found != wanted:
@@ -144,6 +148,13 @@ def check_targets(model: nn.Module, batches: Source, config: Config, example: Te
         )
     else:
         check_labels(batches.data.y, outputs.shape[1] - head)
+
+
+def _are_probabilities(outputs: Tensor) -> bool:
+    """Whether a network ends in a softmax: scores that are never negative and always add up to 1 are no others."""
+    if outputs.shape[1] < 2:
+        return False
+    return bool((outputs >= 0).all()) and torch.allclose(outputs.sum(1), outputs.new_ones(len(outputs)), atol=1e-3)
 
 
 def _described(outputs: Any) -> str:

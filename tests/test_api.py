@@ -279,6 +279,7 @@ class TwoOutputs(nn.Module):
         (network(), {"keep_flops": 0.001, "granularity": "weight"}, "budget cannot be met"),
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 3)), {}, "cannot take inputs of shape"),
         (TwoOutputs(), {}, "must return one tensor"),
+        (nn.Sequential(network(), nn.Softmax(1)), {}, "remove the last softmax"),
         (network().requires_grad_(False), {}, "every parameter of the network is frozen"),
         (network().double(), {}, r"convert the network with .float\(\)"),
     ],

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from dllp.errors import StructureError
 from dllp.gating import LinearCost, WeightGating
@@ -132,6 +133,36 @@ def test_filter_chooses_the_weights() -> None:
     assert asked == {n: particles.networks[0].get_submodule(n) for n in ("features.0.0", "features.2.0", "fc")}
     with pytest.raises(StructureError, match=r"no weights to gate.*filter_fn"):
         weight_gating(particles, structure, filter_fn=lambda module, name: False)
+
+
+class Mixed(nn.Module):
+    """Weights of five kinds, of which one alone has gates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.computed = nn.Conv1d(4, 8, 1), weight_norm(nn.Conv1d(8, 8, 1))
+        self.attention, self.recurrent = nn.MultiheadAttention(8, 2, batch_first=True), nn.GRU(8, 8, batch_first=True)
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.computed(self.conv(x)).transpose(1, 2)
+        x = self.attention(x, x, x, need_weights=False)[0]
+        return self.fc(self.recurrent(x)[0][:, -1])
+
+
+def test_what_has_no_gates_is_told_with_the_reason() -> None:
+    particles, structure = setting(Mixed, torch.randn(4, 4, 6), n=1)
+    gating = weight_gating(particles, structure)
+    assert gating.scales.modules == ("conv",)
+    reasons = {
+        "computed": "computed from others", "attention": "no convolution", "attention.out_proj": "a linear layer",
+        "recurrent": "no convolution", "fc": "set gate_linear",
+    }  # fmt: skip
+    assert gating.whole.keys() == reasons.keys() and all(words in gating.whole[n] for n, words in reasons.items())
+    gating = weight_gating(particles, structure, linear=True)
+    assert gating.scales.modules == ("conv", "fc") and "never called" in gating.whole["attention.out_proj"]
+    with pytest.raises(StructureError, match=r"keep more \(without gates are recurrent, attention: "):
+        gating.select(torch.zeros(gating.units), "flops", 0.1)
 
 
 def test_linear_layers_are_gated_on_request() -> None:
