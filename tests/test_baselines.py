@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dllp.baselines import METHODS, find, run
-from dllp.baselines.filters import L1Filters
-from dllp.baselines.protocol import Method, Scene, penalty
+from dllp.baselines.protocol import Method, penalty
 from dllp.bench.jobs import Job, Runner
 from dllp.config import Config
 from dllp.errors import ConfigError, DataError, StructureError
@@ -129,22 +128,29 @@ def test_hyperparameters_are_checked_when_a_method_is_made(name: str) -> None:
 
 
 @dataclass(frozen=True)
-class Blind(L1Filters):
+class Blind(Method):
     """Scores that say nothing."""
 
     name = "blind"
-    units: int = 1
-
-    def scores(self, scene: Scene) -> Tensor:
-        return torch.full((self.units,), math.nan)
 
 
-def test_scores_of_a_method_of_ones_own_are_checked() -> None:
+def test_scores_of_a_method_of_ones_own_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     data = (torch.randn(32, 1, 8, 8), torch.arange(32) % 10)
     config = Config(keep_flops=0.5, epochs=1, batch_size=32)
-    for units in (3, 160):
-        with pytest.raises(ConfigError, match="scores of method blind: one number for each of 160 units"):
-            run.prune(Blind(units=units), small_cnn(), data, config)
+    with pytest.raises(ConfigError, match=r"method blind has no scores: define scores\(scene\)"):
+        run.prune(Blind(), small_cnn(), data, replace(config, epochs=10**6))
+    answers: dict[str, Any] = {
+        "list": [1.0] * 160,
+        "NoneType": None,
+        r"shape \(3,\)": torch.ones(3),
+        "complex numbers": torch.ones(160, dtype=torch.complex64),
+        "NaN": torch.full((160,), math.nan),
+    }
+    for found, answer in answers.items():
+        monkeypatch.setattr(Blind, "scores", lambda self, scene, answer=answer: answer)
+        wanted = f"scores of method blind: a tensor with one number for each of 160 units is needed, not {found}"
+        with pytest.raises(ConfigError, match=wanted):
+            run.prune(Blind(), small_cnn(), data, config)
     with pytest.raises(NotImplementedError, match="define scores"):
         Method.scores(Blind(), scene_of(small_cnn(), data[0][:2]))
 

@@ -80,6 +80,8 @@ def prune(
         raise ConfigError(f"finetune_lr = {finetune_lr!r:.60}: a positive number is needed, such as {FINETUNE_LR}")
     if config.keep_flops is None and config.keep_params is None:
         raise ConfigError(f"{method.name} needs a budget: give keep_flops or keep_params, for example 0.45")
+    if type(method).scores is Method.scores:
+        raise ConfigError(f"method {method.name} has no scores: define scores(scene)")
     method.refuse_priors(vars(config))
     if (config.granularity, method.granularity) == ("weight", "channel"):
         raise ConfigError(f"method {method.name} has granularity = channel: leave out granularity")
@@ -93,12 +95,7 @@ def prune(
         trained = train(scenes.watched(train_dense), TRAINED, model, data, config)
     whole = copy.deepcopy(trained.model).to(batches.device)
     scene = scenes.at(Particles([whole]), sample(batches))
-    scores = method.scores(scene)
-    if scores.shape != (scene.gating.units,) or bool(scores.isnan().any()):
-        raise ConfigError(
-            f"scores of method {method.name}: one number for each of {scene.gating.units} units is needed"
-        )
-    before = _cut(method, scene, scores, trained, example)
+    before = _cut(method, scene, _scores(method, scene), trained, example)
     if not finetune_epochs:
         return Pruned(before, None)
     tuning = replace(recipe, epochs=finetune_epochs, lr=finetune_lr * recipe.lr, init="given", warmup=0.0)
@@ -139,6 +136,28 @@ class _Scenes:
             self.method.start(trainer, scene[0])
 
         return hooked(verb, start, lambda trainer: self.method.step(trainer, scene[0]))
+
+
+def _scores(method: Method, scene: Scene) -> Tensor:
+    """What the method answers, which may be anyone's own.
+
+    It is asked once, after the training: it may need what its `step` has gathered, and activations take their time.
+    """
+    scores: object = method.scores(scene)
+    if not isinstance(scores, Tensor):
+        found = type(scores).__name__
+    elif scores.shape != (scene.gating.units,):
+        found = f"shape {tuple(scores.shape)}"
+    elif scores.is_complex():
+        found = "complex numbers"
+    elif scores.isnan().any():
+        found = "NaN"
+    else:
+        return scores
+    raise ConfigError(
+        f"scores of method {method.name}: a tensor with one number for each of {scene.gating.units} units is needed, "
+        f"not {found}"
+    )
 
 
 def sample(batches: Any) -> Tensor:
