@@ -8,8 +8,10 @@ import torch
 from PIL import Image
 
 from dllp import data, reading
-from dllp.data import folder, images, workers
+from dllp.data import StreamBatches, folder, images, ood, workers
+from dllp.data.bad import Unreadable
 from dllp.errors import DataError
+from tests import pictures
 
 # ---- arrays
 
@@ -106,6 +108,37 @@ def test_image_folder(tmp_path):
     cropped = data.load(str(tmp_path), augment="resized-crop").train
     assert isinstance(cropped, data.ArrayData) and cropped.augment == "resized-crop"
     assert isinstance(data.load(tmp_path, augment="resized-crop", image_size=6, workers=0).train, data.StreamedData)
+
+
+@pytest.mark.parametrize("kind", ["memory", "streamed", "shards", "elsewhere"])
+def test_grey_of_16_bits_is_that_of_its_high_bytes(tmp_path, kind):
+    """As many programs make 16 bits of 8, and as Pillow reads 16-bit colour; low bytes are noise here."""
+    rng = np.random.default_rng(0)
+    for name in ("deep", "plain"):
+        save_images(tmp_path / name)
+    for path in (tmp_path / "deep").glob("*/*/*.png"):
+        grey = rng.integers(0, 2**16, (20, 24), np.uint16)
+        Image.fromarray(grey).save(path)
+        Image.fromarray((grey >> 8).astype(np.uint8)).save(tmp_path / "plain" / path.relative_to(tmp_path / "deep"))
+    found = []
+    for name in ("deep", "plain"):
+        place = tmp_path / name
+        if kind == "memory":
+            found.append(data.load(place).test.inputs(slice(None)))
+        elif kind == "elsewhere":
+            found.append(ood.find(str(place), data.load("digits").test).x)
+        else:
+            place = pictures.shards(tmp_path / f"{name}-tar", place) if kind == "shards" else place
+            found.append(next(StreamBatches(pictures.streamed(place), 6, seed=0).epoch(0))[0])
+    assert torch.equal(*found) and len(found[0].unique()) > 50
+
+
+def test_grey_whose_white_is_unknown_cannot_be_read():
+    whole = np.array([[0, 255, 256], [257, 2**15, 2**16 - 1]], np.int32)
+    assert np.asarray(images.colour(Image.fromarray(whole)))[..., 1].tolist() == [[0, 0, 1], [1, 128, 255]]
+    for pixels in (whole + 1, whole - 1, whole.astype(np.float32)):
+        with pytest.raises(Unreadable, match="save it with 8 or 16 bits"):
+            images.colour(Image.fromarray(pixels))
 
 
 def test_every_image_is_opened_once_and_threads_change_nothing(tmp_path, monkeypatch):

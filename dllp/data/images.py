@@ -65,6 +65,8 @@ def colour(image: Image.Image) -> Image.Image:
     """The decoded image as RGB; grey, CMYK and palettes are converted."""
     try:
         image.load()
+        if image.mode[0] in "IF":  # I;16, in older versions of Pillow I: it would be clipped at 255
+            image = Image.fromarray(_high_bytes(np.asarray(image)))
         return image if image.mode == "RGB" else image.convert("RGB")
     except Exception as error:
         raise Unreadable(_reason(error)) from None
@@ -130,6 +132,13 @@ class Part:
 def pixels(image: Image.Image) -> np.ndarray:
     """(H, W, 3) without the copy that numpy's own way takes."""
     return np.frombuffer(image.tobytes(), np.uint8).reshape(image.height, image.width, 3)
+
+
+def _high_bytes(grey: np.ndarray) -> np.ndarray:
+    """16 bits as 8: the high byte is what Pillow itself keeps of 16-bit colour."""
+    if grey.dtype.kind == "f" or grey.min() < 0 or grey.max() >= 2**16:
+        raise Unreadable("its pixels have more than 16 bits, and no known white: save it with 8 or 16 bits")
+    return (grey >> 8).astype(np.uint8)
 
 
 def _middle(width: int, height: int) -> tuple[float, float, float, float]:
