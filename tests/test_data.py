@@ -55,6 +55,8 @@ def test_from_pair_settles_types():
     assert from_pair(torch.zeros(4, 2), torch.tensor([[0], [1], [0], [1]])).y.shape == (4,)
     regression = from_pair(torch.zeros(4, 2), torch.zeros(4, dtype=torch.float64))
     assert regression.y.shape == (4, 1) and regression.y.dtype == torch.float32
+    maps = torch.randn(4, 3, 5, 2).permute(0, 3, 1, 2)
+    assert torch.equal(from_pair(torch.zeros(4, 2), maps).y, maps.flatten(1))
 
 
 @pytest.mark.parametrize("kind", [">i2", ">i8", ">f4", ">f8", ">u2"])

@@ -51,6 +51,9 @@ def test_loader_settles_types():
     pairs = TensorDataset(torch.full((2, 1), 255, dtype=torch.uint8), torch.ones(2, dtype=torch.float64))
     x, y = next(LoaderBatches(DataLoader(pairs, batch_size=2), seed=0).epoch(0))
     assert x.dtype == y.dtype == torch.float32 and x.tolist() == [[1], [1]] and y.shape == (2, 1)
+    maps = torch.randn(2, 3, 5, 2).permute(0, 3, 1, 2)
+    permuted = DataLoader([0, 1], batch_size=2, collate_fn=lambda _: (torch.zeros(2, 1), maps))  # type: ignore[arg-type]
+    assert torch.equal(next(LoaderBatches(permuted, seed=0).epoch(0))[1], maps.flatten(1))
 
 
 def test_batches_that_the_data_set_makes_itself_are_counted_by_their_examples():

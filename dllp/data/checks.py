@@ -35,7 +35,7 @@ def from_pair(
     if x.dtype != torch.uint8:
         x = x.long() if integers and is_integer(x) else x.float()
     if y.is_floating_point():
-        y = y.float().view(len(y), -1) if len(y) else y.float()
+        y = y.float().reshape(len(y), -1) if len(y) else y.float()
     else:
         if y.ndim == 2 and y.shape[1] == 1:
             y = y[:, 0]

@@ -102,7 +102,7 @@ class LoaderBatches:
         x = x.long() if self.integers and is_integer(x) else x.float()
         check_finite(x, f"inputs of {place}")
         if y.is_floating_point():
-            y = y.float().view(len(y), -1)
+            y = y.float().reshape(len(y), -1)
             check_finite(y, f"targets of {place}")
         else:
             check_labels(y, self.num_classes, place)
