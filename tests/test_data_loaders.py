@@ -1,11 +1,14 @@
 """A user's own DataLoader: batches that depend on seed and epoch alone, and one line for every mistake."""
 
+import multiprocessing
+
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from dllp.data import LoaderBatches
 from dllp.errors import DataError
+from tests import pictures
 
 
 def loader(**options) -> DataLoader:
@@ -24,6 +27,32 @@ def test_loader_batches_depend_on_seed_and_epoch_alone(own):
     assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(first[1:], rest, strict=True))
     assert not torch.equal(first[0][0], next(source.epoch(3))[0])
     assert first[0][0].is_contiguous(memory_format=torch.channels_last)
+
+
+class Drawn(Dataset):
+    """Every example is drawn where it is loaded, as a transform does."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return torch.randn(3), i % 2
+
+
+def test_workers_that_live_on_are_seeded_for_every_epoch():
+    """An epoch is the same after any others and from any step; the user's own workers stay what they are."""
+    kept = DataLoader(Drawn(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True)
+    assert len(list(kept)) == 3
+    own = set(multiprocessing.active_children())
+    source = LoaderBatches(kept, seed=1)
+    first = [list(source.epoch(k)) for k in range(2)]
+    next(source.epoch(0))  # left early, as by a run that is stopped
+    assert pictures.same(list(source.epoch(1)), first[1]) and pictures.same(list(source.epoch(0)), first[0])
+    assert pictures.same(list(LoaderBatches(kept, seed=1).epoch(1, start_step=1)), first[1][1:])
+    assert not torch.equal(first[0][0][0], first[1][0][0])
+    assert set(multiprocessing.active_children()) == own and len(list(kept)) == 3
+    plain = DataLoader(Drawn(), batch_size=4, shuffle=True, num_workers=2)
+    assert pictures.same(list(LoaderBatches(plain, seed=1).epoch(1)), first[1])
 
 
 def test_loader_tells_its_sampler_the_epoch():

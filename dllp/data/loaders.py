@@ -78,7 +78,7 @@ class LoaderBatches:
             outside = torch.get_rng_state()
             torch.set_rng_state(state)
             try:
-                batches = iter(self.loader) if batches is None else batches
+                batches = self._begun() if batches is None else batches
                 batch = next(batches, None)
             finally:
                 state = torch.get_rng_state()
@@ -87,6 +87,14 @@ class LoaderBatches:
                 raise DataError(f"the DataLoader ended at batch {step} of {self.steps}: its length is wrong")
             if step >= start_step:
                 yield self._prepare(batch, step)
+
+    def _begun(self) -> Iterator[Any]:
+        """The loader's batches by workers of their own: those that it keeps for later would not be seeded anew."""
+        kept, self.loader._iterator = self.loader._iterator, None
+        try:
+            return iter(self.loader)
+        finally:
+            self.loader._iterator = kept
 
     def _prepare(self, batch: Any, step: int) -> tuple[Tensor, Tensor]:
         place = f"batch {step} of the DataLoader"
