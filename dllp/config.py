@@ -5,15 +5,17 @@ Section numbers refer to docs/method. ``None`` means "by granularity"; :meth:`Co
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from functools import cache
+from dataclasses import asdict, dataclass, replace
+from functools import cache, wraps
 from types import MappingProxyType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dllp.errors import ConfigError
 
+T = TypeVar("T")
 Granularity = Literal["channel", "weight"]
 SPIKE_AND_SLAB = "spike_and_slab"
 MOST_PARTICLES = 4096
@@ -29,6 +31,24 @@ def types_of(cls: type) -> Mapping[str, Any]:
     return MappingProxyType(get_type_hints(cls))
 
 
+def _names_checked(cls: type[T]) -> type[T]:
+    """A dataclass that answers an unknown name with the nearest one that it knows, where Python has a TypeError."""
+    init, known = cls.__init__, types_of(cls)
+
+    @wraps(init)
+    def checked(self: T, *values: Any, **named: Any) -> None:
+        for name in named:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else "see dllp.Config for the list"
+                raise ConfigError(f"unknown configuration name {name!r}: {hint}")
+        init(self, *values, **named)
+
+    cls.__init__ = checked
+    return cls
+
+
+@_names_checked
 @dataclass(frozen=True)
 class Config:
     """How one network is pruned.
@@ -270,9 +290,6 @@ class Config:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Config:
         """Inverse of :meth:`as_dict`; an unknown name is an error."""
-        unknown = set(values) - {f.name for f in fields(cls)}
-        if unknown:
-            raise ConfigError(f"unknown configuration name {sorted(unknown)[0]!r}: see dllp.Config for the list")
         values = dict(values)
         if values.get("slab_bounds") is not None:
             values["slab_bounds"] = tuple(values["slab_bounds"])

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import re
-from dataclasses import FrozenInstanceError, fields
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, fields, replace
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -87,6 +92,21 @@ def test_mistakes(values: dict[str, Any], words: str) -> None:
 def test_mistakes_that_pass_today(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Config(**values)
+
+
+def test_an_unknown_name_is_told_with_the_nearest_known_one() -> None:
+    makers: list[Callable[..., Config]] = [Config, Config.short, Config.paper, partial(replace, Config())]
+    for make in makers:
+        with pytest.raises(ConfigError, match=r"unknown configuration name 'epoch': did you mean epochs\?$"):
+            make(epoch=3)
+        with pytest.raises(ConfigError, match=r"unknown configuration name 'zzz': see dllp\.Config for the list$"):
+            make(zzz=3)
+
+
+def test_a_configuration_is_copied_pickled_and_documented_as_any_dataclass() -> None:
+    config = Config(keep_flops=0.5, epochs=3)
+    assert config == copy.copy(config) == copy.deepcopy(config) == pickle.loads(pickle.dumps(config))  # noqa: S301
+    assert list(signature(Config).parameters) == [f.name for f in fields(Config)]
 
 
 def test_unknown_names_and_types_in_a_file() -> None:
