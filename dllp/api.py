@@ -144,10 +144,10 @@ def _trainer(
     From 1 Adam would take thousands of steps up there: it remembers the size of its first gradients. To what is below 1
     its way is short.
     """
-    sizes = {"num_data": batches.num_examples, "steps_per_epoch": batches.steps}
-    trainer = Trainer(particles, gating, config, **sizes, place=place)
-    if config.task == "regression":
-        _, targets = next(iter(batches.epoch(0)))
+    targets = next(iter(batches.epoch(0)))[1] if config.task == "regression" else None
+    observed = batches.num_examples * (1 if targets is None else targets[0].numel())
+    trainer = Trainer(particles, gating, config, num_data=observed, steps_per_epoch=batches.steps, place=place)
+    if targets is not None:
         trainer.belief.log_d.fill_(-0.5 * math.log(max(1.0, float(targets.double().square().mean()))))
     return trainer
 

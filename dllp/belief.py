@@ -26,7 +26,7 @@ class Belief:
         gating: What the gates rule; None where there are none.
         config: A resolved configuration.
         rows: (n, P) particles, for shape, device and dtype.
-        num_data: N, the size of the training set.
+        num_data: N, the labels of the training set, or the numbers that a regression observes.
         place: Which of all particles these are.
     """
 

@@ -1,6 +1,7 @@
 """Equations 9 to 13: task loss, likelihood, and the budget as a hyperprior on the gates.
 
-Everything is a mean over examples, so that the temperature of the posterior is 1/N (Section 2).
+Everything is a mean over examples, of a regression over its outputs too, so that the temperature of the posterior is
+1/N (Section 2): N counts what was observed, labels or numbers.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ HEAD_BOUND = 8.0
 
 
 def task_loss(outputs: Tensor, targets: Tensor, task: Task) -> Tensor:
-    """(B, C) outputs -> mean cross-entropy, or mean squared error summed over outputs."""
+    """(B, C) outputs -> mean cross-entropy, or mean squared error."""
     if task == "classification":
         return F.cross_entropy(outputs, targets)
-    return residuals(outputs, targets, task).square().sum(1).mean()
+    return residuals(outputs, targets, task).square().mean()
 
 
 def twin_loss(outputs: Tensor, mean_prediction: Tensor) -> Tensor:

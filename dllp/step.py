@@ -36,7 +36,7 @@ class Step:
     Args:
         particles: The networks; `gating` None trains them as they are (the dense reference).
         config: A resolved configuration.
-        num_data: N, the size of the training set.
+        num_data: N, the labels of the training set, or the numbers that a regression observes.
         total_steps: Fixes what progress in [0, 1] means.
         place: Which of all particles these are, and which part of a batch they see; by default everything.
     """
@@ -279,6 +279,8 @@ class Step:
         With the constant d even where a d(x) is learned: that one fits the residuals, and must not weigh them.
         """
         value = scaled(objective.gaussian_log_likelihood(rest, self.belief.log_d[i]), share)
+        if self.config.task == "regression":
+            value = value / rest.shape[1]  # every output is an observation, and N counts them
         found = self.particles.differentiate(i, value, *leaf, into=self.scores, retain_graph=True, add=add)
         return found[0] if found and found[0] is not None else torch.zeros_like(self.belief.logits[i])
 

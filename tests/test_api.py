@@ -292,6 +292,30 @@ def test_networks_that_cannot_be_pruned(model: nn.Module, changes: dict[str, Any
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
+class Repeated(nn.Module):
+    """One answer, given several times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.times, self.body = times, nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).repeat(1, self.times)
+
+
+def test_a_regression_learns_alike_from_one_target_and_from_many() -> None:
+    """A map of a thousand pixels must not take steps a thousand times as long."""
+    x = torch.randn(40, 4)
+    y = x[:, :1] - x[:, 1:2]
+    plan = config(task="regression", keep_flops=None, lr=0.05, batch_size=10, epochs=2)
+    one, many = (dllp.train_dense(Repeated(k), (x, y.repeat(1, k)), plan) for k in (1, 50))
+    for a, b in zip(one.model.parameters(), many.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    result = dllp.prune(Repeated(5), (x, y.repeat(1, 5)), plan)
+    assert result.info["num_data"] == 40 * 5, "every output is an observation"
+
+
 @pytest.mark.parametrize("verb", [dllp.prune, dllp.train_dense])
 def test_arguments_of_another_kind(verb: Any, tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match=r"config is a dict: give a dllp.Config"):
