@@ -96,8 +96,9 @@ def test_validate_knows_the_network():
     pair = from_pair(torch.zeros(2, 1), torch.tensor([0, 5]))
     with pytest.raises(DataError, match=r"label 5 .* out of range for 3 classes"):
         validate(pair, 3)
-    with pytest.raises(DataError, match="integer classes are needed"):
-        data.check_labels(torch.zeros(3))
+    for kind in (torch.float32, torch.bool, torch.int32, torch.uint16):
+        with pytest.raises(DataError, match=f"are {kind}: int64 classes are needed"):
+            data.check_labels(torch.zeros(3, dtype=kind))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
 
-from dllp.data import LoaderBatches
+from dllp.data import LoaderBatches, from_pair
 from dllp.errors import DataError
 from tests import pictures
 
@@ -83,6 +83,15 @@ def test_loader_settles_types():
     maps = torch.randn(2, 3, 5, 2).permute(0, 3, 1, 2)
     permuted = DataLoader([0, 1], batch_size=2, collate_fn=lambda _: (torch.zeros(2, 1), maps))  # type: ignore[arg-type]
     assert torch.equal(next(LoaderBatches(permuted, seed=0).epoch(0))[1], maps.flatten(1))
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1)])
+@pytest.mark.parametrize("kind", [torch.bool, torch.uint8, torch.int16, torch.uint16, torch.uint32, torch.uint64])
+def test_labels_of_a_loader_are_those_of_a_pair(kind, shape):
+    x, y = torch.zeros(4, 2), torch.tensor([0, 1, 1, 0]).to(kind).view(shape)
+    found = next(LoaderBatches(DataLoader(TensorDataset(x, y), batch_size=4), seed=0, num_classes=2).epoch(0))[1]
+    for labels in (found, from_pair(x, y).y):
+        assert labels.dtype == torch.int64 and labels.tolist() == [0, 1, 1, 0]
 
 
 def test_batches_that_the_data_set_makes_itself_are_counted_by_their_examples():

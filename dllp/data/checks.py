@@ -27,23 +27,24 @@ def from_pair(
     """Data from two tensors or arrays, checked where it is to be learned from: to test on one class is no mistake.
 
     Inputs are (N, C, H, W) or (N, F) and stay uint8 or become float32; with `integers` other integers become int64.
-    Integer labels (N,) make a classification, floating-point targets (N,) or (N, K) a regression.
+    Labels are settled by :func:`as_targets`.
     """
-    x, y = _tensor(x, "inputs"), _tensor(y, "labels")
+    x, y = _tensor(x, "inputs"), as_targets(_tensor(y, "labels"))
     if x.ndim < 2:
         raise DataError(f"inputs of shape {tuple(x.shape)}: give (examples, features) or (examples, channels, ...)")
     if x.dtype != torch.uint8:
         x = x.long() if integers and is_integer(x) else x.float()
-    if y.is_floating_point():
-        y = y.float().reshape(len(y), -1) if len(y) else y.float()
-    else:
-        if y.ndim == 2 and y.shape[1] == 1:
-            y = y[:, 0]
-        y = y.long()
     data = ArrayData(x, y, mean, std, augment)
     if learned:
         validate(data)
     return data
+
+
+def as_targets(y: Tensor) -> Tensor:
+    """Of integers or booleans (N,) or (N, 1) int64 classes (N,); of real numbers float32 targets (N, K)."""
+    if y.is_floating_point():
+        return y.float().reshape(len(y), -1) if len(y) else y.float()
+    return y.squeeze(1).long() if y.ndim == 2 else y.long()
 
 
 def validate(data: ArrayData, num_classes: int | None = None, place: str = "the data") -> None:
@@ -60,9 +61,9 @@ def validate(data: ArrayData, num_classes: int | None = None, place: str = "the 
 
 
 def check_labels(y: Tensor, num_classes: int | None = None, place: str = "the data") -> None:
-    """Raise unless `y` (N,) holds integers in [0, num_classes)."""
-    if y.is_floating_point() or y.dtype == torch.bool or y.is_complex():
-        raise DataError(f"labels of {place} are {y.dtype}: integer classes are needed (labels.long())")
+    """Raise unless `y` (N,) holds int64 in [0, num_classes)."""
+    if y.dtype != torch.int64:
+        raise DataError(f"labels of {place} are {y.dtype}: int64 classes are needed (labels.long())")
     if y.ndim != 1:
         raise DataError(f"labels of {place} have shape {tuple(y.shape)}: give one integer class for each example")
     low, high = (int(v) for v in y.aminmax())

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from dllp.data.arrays import generator, is_integer
-from dllp.data.checks import check_finite, check_labels
+from dllp.data.checks import as_targets, check_finite, check_labels
 from dllp.errors import DataError
 
 
@@ -28,9 +28,9 @@ class LoaderBatches:
 
     PyTorch's random numbers that the loader draws (shuffling, transforms, worker seeds) depend only on (seed, epoch)
     and leave the global generator alone; a generator that belongs to the loader or its sampler is seeded anew for
-    every epoch. Transforms that draw from Python's or numpy's generators are not covered. Inputs and float targets
-    become float32, with `integers` integers other than uint8 become int64; the last batch may be smaller unless the
-    loader drops it.
+    every epoch. Transforms that draw from Python's or numpy's generators are not covered. Inputs become float32, with
+    `integers` integers other than uint8 become int64; labels are settled as those of a pair. The last batch may be
+    smaller unless the loader drops it.
     """
 
     def __init__(
@@ -109,12 +109,11 @@ class LoaderBatches:
             x = x / 255
         x = x.long() if self.integers and is_integer(x) else x.float()
         check_finite(x, f"inputs of {place}")
+        y = as_targets(y)
         if y.is_floating_point():
-            y = y.float().reshape(len(y), -1)
             check_finite(y, f"targets of {place}")
         else:
             check_labels(y, self.num_classes, place)
-            y = y.long()
         x = x.to(self.device, non_blocking=True)
         if self.channels_last and x.ndim == 4:
             x = x.contiguous(memory_format=torch.channels_last)
