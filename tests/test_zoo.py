@@ -88,6 +88,21 @@ def test_mistakes_get_one_line(arguments, options, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "sides", "message"),
+    [
+        ("small_cnn", (), "at least 2x2, not rows of a table: choose mlp$"),
+        ("small_cnn", (1, 1), "not 1x1: choose mlp or larger images$"),
+        ("small_cnn", (8, 1), "not 8x1: choose larger images$"),
+        ("resnet20", (3, 9), "at least 4x4, not 3x9: choose small_cnn or larger images$"),
+        ("vgg16_bn", (8, 8), "choose mlp or resnet20 or resnet56 or small_cnn or small_resnet or larger images$"),
+    ],
+)
+def test_networks_that_take_the_images_are_named_instead(name, sides, message):
+    with pytest.raises(ConfigError, match=message):
+        zoo.check_images(name, sides)
+
+
 def test_reinitialise_depends_on_the_seed_alone():
     model = zoo.build("small_resnet", 10)
     other = zoo.build("small_resnet", 10)

@@ -80,9 +80,12 @@ def build(
 
 def check_images(name: str, sides: tuple[int, ...]) -> None:
     """Raise where images of these sides, (height, width), are too small for a network; () is a table's row."""
-    least, shown = _REGISTRY[name].smallest if name in _REGISTRY else 1, sides or (1, 1)
-    if min(shown) < least:
-        raise ConfigError(
-            f"{name} needs images of at least {least}x{least}, not {'x'.join(map(str, shown))}: "
-            "choose a smaller network (small_cnn, mlp) or larger images"
-        )
+    least, side = _REGISTRY[name].smallest if name in _REGISTRY else 1, min(sides, default=1)
+    if side < least:
+        ways = [other for other, entry in _REGISTRY.items() if entry.smallest <= side]
+        if len(set(sides)) > 1:
+            ways.remove("mlp")  # its inputs are counted by one side
+        if sides:
+            ways.append("larger images")
+        found = "x".join(map(str, sides)) or "rows of a table"
+        raise ConfigError(f"{name} needs images of at least {least}x{least}, not {found}: choose {' or '.join(ways)}")
