@@ -51,6 +51,7 @@ def validate(data: ArrayData, num_classes: int | None = None, place: str = "the 
     """Raise a DataError for data that cannot be trained on; `num_classes` is the width of the network's output."""
     if len(data) == 0:
         raise DataError(f"{place} is empty: at least one example is needed")
+    check_plain(data.x, f"inputs of {place}")
     check_finite(data.x, f"inputs of {place}")
     if not data.is_classification:
         check_finite(data.y, f"targets of {place}")
@@ -73,6 +74,19 @@ def check_labels(y: Tensor, num_classes: int | None = None, place: str = "the da
         raise DataError(f"label {high} in {place} is out of range for {num_classes} classes: use 0..{num_classes - 1}")
 
 
+def check_plain(x: Tensor, what: str) -> None:
+    """Raise unless `x` holds real numbers that can be cut into batches, one at least for each example."""
+    kinds = {
+        "nested": x.is_nested, "sparse": x.layout != torch.strided, "quantized": x.is_quantized,
+        "without values": x.is_meta, "complex": x.is_complex(),
+    }  # fmt: skip
+    kind = next((name for name, is_kind in kinds.items() if is_kind), None)
+    if kind is not None:
+        raise DataError(f"{what} are {kind}: give a dense tensor of real numbers")
+    if not x.ndim or (len(x) and not x.numel()):
+        raise DataError(f"{what} have shape {tuple(x.shape)}: give one number at least for each example")
+
+
 def check_finite(x: Tensor, place: str) -> None:
     """Raise where a floating-point tensor holds NaN or infinity, naming the first such example."""
     if not x.is_floating_point() or not x.numel():
@@ -84,10 +98,11 @@ def check_finite(x: Tensor, place: str) -> None:
 
 
 def _tensor(value: Any, what: str) -> Tensor:
-    if isinstance(value, Tensor):
-        return value.detach()
     try:
-        array = np.ascontiguousarray(value)
-        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))  # PyTorch knows one byte order
+        if not isinstance(value, Tensor):
+            array = np.ascontiguousarray(value)
+            value = torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))  # the one PyTorch knows
     except (TypeError, ValueError):
         raise DataError(f"{what} of type {type(value).__name__} are no numbers: give a tensor or an array") from None
+    check_plain(value, what)
+    return value.detach()

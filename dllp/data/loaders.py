@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from dllp.data.arrays import generator, is_integer
-from dllp.data.checks import as_targets, check_finite, check_labels
+from dllp.data.checks import as_targets, check_finite, check_labels, check_plain
 from dllp.errors import DataError
 
 
@@ -103,6 +103,8 @@ class LoaderBatches:
         x, y = batch
         if not x.ndim or not y.ndim:
             raise DataError(f"{place} is a single example, not a batch: give the DataLoader a batch_size")
+        check_plain(x, f"inputs of {place}")
+        check_plain(y, f"labels of {place}")
         if len(x) != len(y):
             raise DataError(f"{len(x)} inputs but {len(y)} labels in {place}: give one label for each input")
         if x.dtype == torch.uint8:
