@@ -47,8 +47,8 @@ def prune(
 
     Args:
         model: Any network that maps a batch of inputs to a batch of outputs.
-        data: A DataLoader of (inputs, labels), a pair of tensors, a split in memory or on disk, or the name of a data
-            set.
+        data: A DataLoader of (inputs, labels), a pair of tensors, a split in memory or on disk, or the name or folder
+            of a data set.
         config: How; `dllp.Config(keep_flops=0.45)` for a budget.
         filter_fn: `filter_fn(module, name)` says what may be touched.
         on_epoch: Called with an :class:`EpochRecord` after each epoch.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from dllp.slicing import copied
 from dllp.structure import Structure, discover
 from dllp.tracing import check_network, isolated, misfit
 
-Data = DataLoader[Any] | tuple[Any, Any] | ArrayData | StreamedData | Dataset | str
+Data = DataLoader[Any] | tuple[Any, Any] | ArrayData | StreamedData | Dataset | str | os.PathLike[str]
 Source = Batches | LoaderBatches | StreamBatches
 
 
@@ -83,8 +84,8 @@ def as_batches(data: Data, config: Config, device: torch.device) -> Source:
     channels_last = device.type == "cuda"
     if isinstance(data, DataLoader):
         return LoaderBatches(data, config.seed, device, channels_last, integers=True)
-    if isinstance(data, str):
-        data = load(data)
+    if isinstance(data, str | os.PathLike):
+        data = load(os.fsdecode(data))
     if isinstance(data, Dataset):
         data = data.train
     if isinstance(data, StreamedData):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +17,7 @@ from dllp import Config, ConfigError, DataError, StructureError
 from dllp.checkpoints import Checkpoints
 from dllp.data import ArrayData, load
 from dllp.devices import find_device
+from tests.commands import npy
 
 
 def network(outputs: int = 3) -> nn.Module:
@@ -103,6 +105,12 @@ def test_a_named_data_set() -> None:
     by_name = dllp.prune(model, "digits", config(epochs=1, batch_size=256))
     by_set = dllp.prune(model, load("digits"), config(epochs=1, batch_size=256))
     assert torch.equal(by_name.gates["logits"], by_set.gates["logits"])
+
+
+def test_a_folder_by_text_or_by_path(tmp_path: Path) -> None:
+    folder = npy(tmp_path / "arrays", np.random.default_rng(0).random((40, 1, 6, 6)), np.arange(40) % 3)
+    by_path, by_text = (dllp.prune(network(), place, config(epochs=1, init="fresh")) for place in (folder, str(folder)))
+    assert torch.equal(by_path.gates["logits"], by_text.gates["logits"])
 
 
 def test_uint8_images() -> None:
