@@ -42,6 +42,7 @@ from tests.commands import FAST, npy, one_line
         ("prune --keep-flops 0.0001", ["0.0001 cannot be reached"]),
         ("prune --particles 0", ["particles = 0"]),
         ("prune --image-size 16", ["image_size = 16", "digits holds images of 8x8", "leave out image_size"]),
+        ("prune --workers -1", ["workers = -1", "a number of processes from 0 to 1024"]),
         ("prune --device cuda:99", ["cuda:99", "cpu"]),
         ("prune --model smal_cnn", ["unknown model 'smal_cnn'", "small_cnn"]),
         ("prune --model vgg16_bn", ["vgg16_bn", "8x8"]),

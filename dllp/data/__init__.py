@@ -18,6 +18,7 @@ from dllp.data.download import Progress
 from dllp.data.loaders import BatchSource, LoaderBatches
 from dllp.data.split import holdout, stratified
 from dllp.data.stream import IN_MEMORY, StreamBatches, StreamedData
+from dllp.data.workers import check as check_workers
 from dllp.errors import DataError
 from dllp.surroundings import undisturbed
 
@@ -96,6 +97,7 @@ def load(
     """
     name = str(name_or_path)
     share(max_bad)
+    check_workers(workers)
     if image_size is not None and not 1 <= image_size <= LARGEST_IMAGE:
         raise DataError(f"image_size = {image_size}: a number of pixels from 1 to {LARGEST_IMAGE} is needed")
     if name == "digits":

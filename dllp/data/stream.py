@@ -58,8 +58,7 @@ class StreamedData:
     def __post_init__(self) -> None:
         if self.augment not in ("resized-crop", "none"):
             raise DataError(f"augment = {self.augment!r} is for images in memory: use resized-crop or none")
-        if self.workers is not None and not 0 <= self.workers <= 1024:
-            raise DataError(f"workers = {self.workers}: a number of processes from 0 to 1024 is needed")
+        workers.check(self.workers)
 
     def __len__(self) -> int:
         return len(self.sources)

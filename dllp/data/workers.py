@@ -18,7 +18,10 @@ from typing import Any
 
 from PIL import ImageFile
 
-MOST = 16
+from dllp.errors import DataError
+
+MOST, LIMIT = 16, 1024
+"""Processes by themselves, and on demand."""
 BLOCK = 2**20
 """Bytes that Pillow reads or gives at a time in a worker: by its own 2**16 a large image is put together in parts."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -30,6 +33,12 @@ def cores() -> int:
     """Cores for each process of the run on this host that this one may use, up to a limit."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(max(1, own // int(os.environ.get("LOCAL_WORLD_SIZE", 1))), MOST)
+
+
+def check(count: int | None) -> None:
+    """Raise unless so many processes can be asked for; None is as many as :func:`cores`."""
+    if count is not None and not 0 <= count <= LIMIT:
+        raise DataError(f"workers = {count}: a number of processes from 0 to {LIMIT} is needed")
 
 
 # ---- in the worker
