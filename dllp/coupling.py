@@ -63,7 +63,8 @@ def components(model: nn.Module, graph: Any, trace: Trace, forbidden: set[str]) 
         entire = {p.module for p in pieces[makers] if p.side == "out" and bool((p.unit >= 0).all())}
         root = next((name for name in makers if name in entire), makers[0])
         group = Group(root, len(members), tuple(pieces[makers]))
-        reason = next((reasons[name] for name in makers if name in reasons), None) or _reason(group, forbidden, lame)
+        known = next((reasons[name] for name in makers if name in reasons), None)
+        reason = known or _reason(group, forbidden, lame, graph)
         if reason is None:
             free.append(group)
         else:
@@ -155,7 +156,7 @@ def _couple_grouped(modules: dict[str, nn.Module], channels: _Channels) -> set[s
     return lame
 
 
-def _reason(group: Group, forbidden: set[str], lame: set[str]) -> str | None:
+def _reason(group: Group, forbidden: set[str], lame: set[str], graph: Any) -> str | None:
     """Why a group must stay whole although all its modules could be cut."""
     for piece in group.slices:
         if piece.module in lame:
@@ -163,8 +164,16 @@ def _reason(group: Group, forbidden: set[str], lame: set[str]) -> str | None:
         if piece.side == "out" and piece.module in forbidden:
             return CHOSEN + piece.module
     if all(piece.side == "out" for piece in group.slices):
-        return UNREAD
+        return MISALIGNED if _leads_on(graph, group) else UNREAD
     return "its channels can only be kept all together" if group.units == 1 else None
+
+
+def _leads_on(graph: Any, group: Group) -> bool:
+    """Whether layers that read channels follow a group, though its own were lost on the way."""
+    nodes = [graph.module2node[graph.model.get_submodule(piece.module)] for piece in group.slices]
+    for node in nodes:  # grows while it is walked through
+        nodes += [after for after in node.outputs if after not in nodes]
+    return any("in" in side_sizes(node.module) for node in nodes[len(group.slices) :])
 
 
 class _Channel(NamedTuple):

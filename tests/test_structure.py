@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from dllp.coupling import MISALIGNED, UNREAD
 from dllp.errors import Interrupted, StructureError
 from dllp.selection import select
 from dllp.slicing import cut, recipe
@@ -198,6 +199,23 @@ class Recurrent(nn.Module):
 def test_recurrent_cells_stay_whole(kind: type[nn.RNNBase]) -> None:
     found = discover(Recurrent(kind), torch.randn(2, 3, 9))
     assert found.groups == () and list(found.whole) == ["conv", "fc"]
+
+
+class Lost(nn.Module):
+    """Channels that are added up and repeated: no layer reads them one by one, yet they are no outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Conv2d(3, 12, 3), nn.Conv2d(12, 6, 1), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x)).unflatten(1, (3, 4)).sum(2).repeat_interleave(4, 1)
+        return self.last(torch.relu(self.second(x)).mean((2, 3)))
+
+
+def test_channels_that_are_lost_on_their_way_are_not_taken_for_outputs() -> None:
+    found = discover(Lost(), networks.images())
+    assert found.whole == {"first": MISALIGNED, "last": UNREAD} and [group.name for group in found.groups] == ["second"]
 
 
 def test_networks_that_cannot_be_checked_are_refused() -> None:
