@@ -275,6 +275,8 @@ def _one_line() -> Iterator[None]:
             cause = cause.__cause__
         lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
         reason = f"{type(cause).__name__}: {lines[0] if lines else ''}"
+        if "Constraints violated" in reason:  # by the batch, the one dynamic size; the advice that follows is to fix it
+            reason = "its forward fixes the batch's size by len(x), int(x.shape[0]) or a loop over it: use x.shape[0]"
         what = "the network cannot be traced with a dynamic batch" if traced else "ONNX has no form for the network"
         raise ExportError(f"{what} ({reason}){'' if traced else ': use format = pt2'}") from error
 

@@ -295,6 +295,22 @@ class Choosing(nn.Module):
         return x if x.sum() > 0 else x + 1
 
 
+class Counting(nn.Module):
+    def __init__(self, count: Callable[[torch.Tensor], int]) -> None:
+        super().__init__()
+        self.token, self.count = nn.Parameter(torch.zeros(1, 4)), count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.token.expand(self.count(x), -1), x], 1)
+
+
+def test_a_forward_that_fixes_the_batch_is_told_what_to_use() -> None:
+    for count in (len, lambda x: int(x.shape[0]), lambda x: 2):
+        with pytest.raises(ExportError, match=r"dynamic batch \(its forward fixes the batch's size.*: use x\.shape"):
+            export.trace(Counting(count), torch.ones(2, 4))
+    export.trace(Counting(lambda x: x.shape[0]), torch.ones(2, 4))
+
+
 @pytest.mark.parametrize("format", ["onnx", "pt2"])
 def test_the_exporter_says_nothing_itself(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], format: export.Format
