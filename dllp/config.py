@@ -58,7 +58,7 @@ class Config:
             `keep_params` the prior alone decides (natural sparsity).
         keep_params: Fraction of the parameters to keep, in (0, 1]; give one of the two.
         granularity: `channel` cuts whole channels; `weight` zeroes single weights.
-        round_to: Kept channels of a layer are a multiple of this (8 suits most accelerators).
+        round_to: A layer keeps a multiple of this many channels, or all that it has (8 suits most accelerators).
         gate_linear: With `weight`: gate the weights of linear layers too.
         particles: Number of networks n; 1 is a MAP estimate, 2 the paper's twin.
         epochs: Passes over the training data, in one run without fine-tuning.
