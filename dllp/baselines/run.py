@@ -194,6 +194,6 @@ def _cut(method: Method, scene: Scene, scores: Tensor, trained: Result, example:
             "noise": noise,
         },
         widths=widths,
-        whole=dict(scene.structure.whole),
+        whole=dict(scene.gating.whole),
         info={**trained.info, "method": method.name, "hyperparameters": dict(vars(method))},
     )
