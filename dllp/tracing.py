@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -124,9 +125,13 @@ class Trace:
 
 @contextmanager
 def _countable(model: nn.Module) -> Iterator[None]:
-    """Recurrent layers computed by matrix products: those that libraries fuse are no FLOPs to the counter."""
+    """Recurrent layers and attention computed by matrix products: what libraries fuse is no FLOPs to the counter."""
     plain = not any(isinstance(module, nn.RNNBase) for module in model.modules())
-    with torch.backends.mkldnn.flags(enabled=plain), torch.backends.cudnn.flags(enabled=plain):
+    with (
+        torch.backends.mkldnn.flags(enabled=plain),
+        torch.backends.cudnn.flags(enabled=plain),
+        sdpa_kernel(SDPBackend.MATH),
+    ):
         yield
 
 

@@ -287,6 +287,23 @@ def test_recurrent_layers_cost_their_matrix_products():
     assert discover(Recurrent(), torch.randn(2, steps, 3)).flops.dense == steps * 4 * 4 * (3 + 4) + 4 * CLASSES
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_attention_costs_its_scores_whoever_computes_them(fused: bool):
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.fc = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(self.attention(x, x, x, need_weights=not fused)[0].mean(1))
+
+    words = 5
+    projections, scores = 4 * words * 8 * 8, 2 * words * words * 8
+    assert discover(Attending(), torch.randn(2, words, 8), channels=False).flops.dense == (
+        projections + scores + 8 * CLASSES
+    )
+
+
 # ---- one line for what is not supported
 
 
