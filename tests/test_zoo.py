@@ -94,6 +94,8 @@ def test_mistakes_get_one_line(arguments, options, message):
         ("small_cnn", (), "at least 2x2, not rows of a table: choose mlp$"),
         ("small_cnn", (1, 1), "not 1x1: choose mlp or larger images$"),
         ("small_cnn", (8, 1), "not 8x1: choose larger images$"),
+        ("mlp", (2, 3), "mlp needs square images, not 2x3: choose small_cnn or such images$"),
+        ("mlp", (8, 1), "square images, not 8x1: choose such images$"),
         ("resnet20", (3, 9), "at least 4x4, not 3x9: choose small_cnn or larger images$"),
         ("vgg16_bn", (8, 8), "choose mlp or resnet20 or resnet56 or small_cnn or small_resnet or larger images$"),
     ],

@@ -22,10 +22,12 @@ class _Entry(NamedTuple):
     make: Callable[..., nn.Module]
     smallest: int
     """Smallest image side the network's poolings can take."""
+    any_shape: bool = True
+    """Whether images need not be square."""
 
 
 _REGISTRY = {
-    "mlp": _Entry(mlp, 1),
+    "mlp": _Entry(mlp, 1, any_shape=False),
     "resnet20": _Entry(resnet20, 4),
     "resnet50": _Entry(resnet50, 32),
     "resnet56": _Entry(resnet56, 4),
@@ -79,13 +81,13 @@ def build(
 
 
 def check_images(name: str, sides: tuple[int, ...]) -> None:
-    """Raise where images of these sides, (height, width), are too small for a network; () is a table's row."""
-    least, side = _REGISTRY[name].smallest if name in _REGISTRY else 1, min(sides, default=1)
+    """Raise where a network cannot take images of these sides, (height, width); () is a table's row."""
+    side, square = min(sides, default=1), len(set(sides)) < 2
+    fitting = [other for other, entry in _REGISTRY.items() if entry.smallest <= side and (square or entry.any_shape)]
+    if name not in _REGISTRY or name in fitting:
+        return
+    least, found = _REGISTRY[name].smallest, "x".join(map(str, sides)) or "rows of a table"
     if side < least:
-        ways = [other for other, entry in _REGISTRY.items() if entry.smallest <= side]
-        if len(set(sides)) > 1:
-            ways.remove("mlp")  # its inputs are counted by one side
-        if sides:
-            ways.append("larger images")
-        found = "x".join(map(str, sides)) or "rows of a table"
-        raise ConfigError(f"{name} needs images of at least {least}x{least}, not {found}: choose {' or '.join(ways)}")
+        ways = " or ".join([*fitting, *(["larger images"] if sides else [])])
+        raise ConfigError(f"{name} needs images of at least {least}x{least}, not {found}: choose {ways}")
+    raise ConfigError(f"{name} needs square images, not {found}: choose {' or '.join([*fitting, 'such images'])}")
