@@ -116,6 +116,8 @@ class Method:
     published: ClassVar[tuple[Published, ...]] = ()
 
     def __post_init__(self) -> None:
+        if type(self).scores is Method.scores:
+            raise ConfigError(f"method {self.name} has no scores: define scores(scene)")
         for entry in fields(self):
             value = getattr(self, entry.name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -133,7 +135,7 @@ class Method:
 
     def scores(self, scene: Scene) -> Tensor:
         """-> (U,): what is kept first has the highest score."""
-        raise NotImplementedError(f"method {self.name} has no scores: define scores(scene)")
+        raise NotImplementedError
 
     def repair(self, small: nn.Module, recipe: Recipe, scene: Scene) -> None:
         """Mend the cut network in place; `recipe` says what it kept of the scene's."""

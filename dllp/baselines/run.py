@@ -17,7 +17,7 @@ from dllp.baselines.lanes import in_lanes
 from dllp.baselines.protocol import Method, Scene
 from dllp.collect import costs
 from dllp.config import Config
-from dllp.errors import ConfigError
+from dllp.errors import ConfigError, is_whole
 from dllp.extract import extract
 from dllp.gating import FilterFn, WeightGating
 from dllp.particles import Particles
@@ -73,15 +73,13 @@ def prune(
     """
     if not isinstance(method, Method):
         raise ConfigError(f"method = {method!r}: a method is needed, such as dllp.baselines.find('slimming')")
-    if type(finetune_epochs) is not int or finetune_epochs < 0:
+    if not is_whole(finetune_epochs) or finetune_epochs < 0:
         raise ConfigError(f"finetune_epochs = {finetune_epochs!r:.60}: a whole number is needed, 0 for none")
     number = isinstance(finetune_lr, (int, float)) and not isinstance(finetune_lr, bool)
     if not number or not 0 < finetune_lr < math.inf:
         raise ConfigError(f"finetune_lr = {finetune_lr!r:.60}: a positive number is needed, such as {FINETUNE_LR}")
     if config.keep_flops is None and config.keep_params is None:
         raise ConfigError(f"{method.name} needs a budget: give keep_flops or keep_params, for example 0.45")
-    if type(method).scores is Method.scores:
-        raise ConfigError(f"method {method.name} has no scores: define scores(scene)")
     method.refuse_priors(vars(config))
     if (config.granularity, method.granularity) == ("weight", "channel"):
         raise ConfigError(f"method {method.name} has granularity = channel: leave out granularity")
