@@ -64,6 +64,7 @@ def test_every_row_stands_with_its_seeds_and_targets() -> None:
     assert keeps["dllp-channel-55"] == keeps["thin-55"] == keeps["magnitude-55"] == keeps["dllp-weight-55"] == 0.45
     assert (keeps["dllp-channel-70"], keeps["dllp-weight-90"], keeps["dllp-channel-74.65"]) == (0.3, 0.1, 0.2535)
     assert (keeps["tuned-fpgm-53"], keeps["tuned-sss-55"], keeps["tuned-cp-50"]) == (0.47, 0.45, 0.5)
+    assert keeps["tuned-magnitude-l1-90"] == keeps["tuned-magnitude-l2-90"] == keeps["dllp-weight-90"]
     assert {row.job.network for row in one.rows} == {"resnet56", "resnet20"}
     assert {row.job.network for row in two.rows} == {"vgg16_bn"}
     for table in (one, two):

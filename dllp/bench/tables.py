@@ -78,6 +78,7 @@ def _table1() -> Table:
         Row("resnet20-dense", Job("resnet20", "dense")),
         Row("resnet20-dllp-weight", Job("resnet20", "dllp", "weight", changes=fewer), wanted=(("acc", 90.3),)),
         *_baselines("resnet56", "55"),
+        *(_baseline(METHODS[name], "resnet56", "90") for name in ("magnitude-l2", "magnitude-l1")),
     ]  # fmt: skip
     return Table(
         "table1", "Table 1: ResNet-56 on CIFAR-10", tuple(rows), tuple(Quoted(m, "resnet56", *v) for m, *v in quoted)
