@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,7 @@ class Capture:
     def _capture(self, key: Any, x: Tensor, y: Tensor) -> bool:
         graph, static_x, static_y = torch.cuda.CUDAGraph(), x.clone(), y.clone()
         graph.register_generator_state(self.generator)
+        gc.collect()  # graphs of a run that is over may wait in a cycle: CUDA breaks off a capture in which one dies
         try:
             with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
                 self.step(static_x, static_y)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -210,6 +213,33 @@ def test_recomputed_dropout_runs_eagerly_and_says_why() -> None:
     config = Config(device="cuda", epochs=2, batch_size=8, keep_flops=0.6, warmup=0, recompute=True, engine="graph")
     engines = {record["engine"] for record in dllp.prune(model, (x, y), config).history}
     assert len(engines) == 1 and "recompute cannot draw the random numbers of dropout again" in engines.pop()
+
+
+@cuda
+def test_graphs_of_a_run_that_is_over_do_not_die_within_the_next_capture() -> None:
+    """Python collects cycles whenever it likes: here, within the capture."""
+    x, y = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
+
+    def run(step: Callable[[Tensor, Tensor], None]) -> Capture:
+        capture = Capture(step, torch.Generator("cuda"), enabled=True)
+        for _ in range(WARMUP + 2):
+            capture(x, y, key="open")
+        return capture
+
+    def collecting(x: Tensor, y: Tensor) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            gc.collect()
+        x.add_(1)
+
+    gc.disable()
+    try:
+        over = run(lambda x, y: x.mul_(2))
+        assert over.state == "graph"
+        over.itself = over  # type: ignore[attr-defined]
+        del over
+        assert run(collecting).state == "graph"
+    finally:
+        gc.enable()
 
 
 @cuda
