@@ -1,7 +1,8 @@
-"""Which number broke: the first NaN or infinity in data, loss, gradient or gates, by particle and layer."""
+"""Which number broke: the first NaN or infinity in data, loss, gradient or gates; and runs that learned nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,6 +60,25 @@ def find(trainer: Trainer) -> str:
             if buffer.is_floating_point() and bool(buffer.isnan().any()):  # infinities may be masks
                 return f"NaN in the buffer {name} of particle {number + 1}"
     return ""
+
+
+def constant_loss(targets: Tensor) -> float:
+    """Loss of the best answer that is always the same: the entropy of the classes, or the variance of the targets."""
+    if targets.is_floating_point():
+        return float(targets.double().var(0, correction=0).mean())
+    shares = targets.flatten().bincount().double() / targets.numel()
+    return float(torch.special.entr(shares).sum())
+
+
+def learned_nothing(losses: Sequence[float], targets: Tensor) -> str:
+    """Says so where a training's last epoch was no better than one answer to everything; empty where it was."""
+    worst, constant = max(losses), constant_loss(targets)
+    if worst < constant:
+        return ""
+    return (
+        f"the training loss ended at {worst:.4g}, no better than one answer to all inputs ({constant:.4g}): try a "
+        "lower lr, more epochs or a larger budget"
+    )
 
 
 def _finite(value: Tensor) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dllp import api, artifacts, boards, evaluate, examples, options, progress, weights, writing, zoo
+from dllp import api, artifacts, boards, evaluate, examples, health, options, progress, weights, writing, zoo
 from dllp.baselines import find as find_method
 from dllp.baselines import run as baseline
 from dllp.checkpoints import Checkpoints
@@ -272,6 +272,9 @@ class _Pruning:
                 board.close()
         if held.signal is not None:  # it came after the last step
             raise Interrupted(held.signal)
+        nothing = health.learned_nothing(result.history[-1]["loss"], data.train.y)
+        if nothing:
+            warn(f"{name}: {nothing}")
         return result
 
     def leave_out(self, image: LeftOut) -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dllp
 from dllp import api, health
+from dllp.cli import main
 from dllp.config import Config
 from dllp.errors import DataError, NumericsError
+from dllp.objective import task_loss
 from dllp.train import Trainer
 
 
@@ -134,6 +140,49 @@ def test_a_snapshot_of_broken_weights_is_refused() -> None:
         trainer.belief.log_d[0] = 0
 
     dllp.prune(network(), table(), config(epochs=1), on_step=break_at(2, act))
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=40))
+def test_no_constant_answer_has_less_than_their_loss(labels: list[int]) -> None:
+    """The closed forms against the losses themselves, at the shares of the classes and at the mean of the targets."""
+    y = torch.tensor(labels)
+    shares = y.bincount(minlength=6).double() / len(y)
+    best = task_loss(shares.log().clamp_min(-1e9).expand(len(y), 6), y, "classification")
+    assert health.constant_loss(y) == pytest.approx(float(best), abs=1e-9)
+    targets = torch.stack([y, y * y], 1).double()
+    best = task_loss(targets.mean(0).expand(len(y), 2), targets, "regression")
+    assert health.constant_loss(targets) == pytest.approx(float(best), abs=1e-9)
+
+
+def test_a_run_that_learned_nothing_is_told() -> None:
+    y = torch.arange(10)
+    assert health.learned_nothing([0.1, 2.30], y) == ""
+    told = health.learned_nothing([0.1, 2.31], y)
+    assert told.startswith("the training loss ended at 2.31, no better than one answer to all inputs (2.303)")
+
+
+def test_the_command_tells_of_a_run_that_learned_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At a rate where the loss grows but stays finite; with a gentle one there is nothing to tell."""
+    numbers = np.random.default_rng(0)
+    for name in ("train", "test"):
+        x = numbers.normal(size=(64, 5)).astype(np.float32)
+        np.save(tmp_path / f"{name}_x.npy", x)
+        np.save(tmp_path / f"{name}_y.npy", x[:, :1])
+    words = [
+        "prune",
+        "--data",
+        str(tmp_path),
+        "--model",
+        "mlp",
+        "--no-dense",
+        "--epochs",
+        "3",
+        "--quiet",
+        "--keep-flops",
+    ]
+    for lr, told in (("0.05", False), ("3", True)):
+        assert main([*words, "0.9", "--lr", lr, "--out", str(tmp_path / lr)]) == 0
+        assert ("no better than one answer to all inputs" in capsys.readouterr().err) == told
 
 
 def test_a_broken_buffer_is_named() -> None:
