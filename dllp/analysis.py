@@ -21,7 +21,8 @@ Array = NDArray[np.float64]
 PARTS = ("before", "kept", "removed")
 WHOLE = "whole"
 LIMIT = 4.0
-"""Densities reach this many standard deviations of the weights before pruning."""
+"""Densities reach this many standard deviations of the weights before pruning, or of the kept ones: a spike at zero
+makes the former small."""
 KINDS = (nn.modules.conv._ConvNd, nn.Linear)
 
 
@@ -111,7 +112,7 @@ def study(parts: Mapping[str, Mapping[str, Array]], reference: Mapping[str, Arra
     references = {**reference, WHOLE: distribution.pooled(known)}
     shapes, densities = {}, {}
     for name, layer in everything.items():
-        limit = LIMIT * (float(layer["before"].std()) or 1.0)
+        limit = LIMIT * (max(float(layer[part].std()) for part in ("before", "kept") if len(layer[part])) or 1.0)
         found = {part: distribution.describe(layer[part], references.get(name)) for part in PARTS}
         shapes[name] = {part: None if shape is None else asdict(shape) for part, shape in found.items()}
         densities[name] = {
@@ -129,7 +130,7 @@ HEADERS = {
 }  # fmt: skip
 """In two lines, so that the table fits 80 columns."""
 FORMATS = {
-    "count": ",", "std": ".4f", "near_zero": ".2f", "kurtosis": ".2f", "ks": ".3f", "dip_p": ".2f",
+    "count": ",", "std": "#.3g", "near_zero": ".2f", "kurtosis": ".2f", "ks": ".3f", "dip_p": ".2f",
     "wasserstein": ".3f", "law_ks": ".3f",
 }  # fmt: skip
 LAWS = {"amoroso": "amoroso", "amoroso_2": "amoroso 2", "pareto": "pareto", "generalised_pareto": "GPD"}

@@ -199,7 +199,7 @@ def generalised_pareto(magnitudes: ArrayLike) -> Fit:
         lowest = _root(lambda t: shape(t) + 1, lowest, 0.0)
     light = _minimum(loss, lowest, 1.0)
     heavy = _minimum(lambda t: loss(math.exp(t)), 0.0, math.log(HEAVIEST), math.exp)
-    best = min(light, heavy, key=loss)
+    best = min(light, heavy, unit / threshold, key=loss)  # the last one is equation 8's, which this law contains
     xi, sigma = shape(best), scale(best)
 
     def cdf(v: Array) -> Array:

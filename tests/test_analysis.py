@@ -92,12 +92,24 @@ def test_a_hard_cut_is_told_from_a_gaussian() -> None:
     assert whole["kept"]["wasserstein"] > 10 * whole["before"]["wasserstein"]
     assert report["layers"]["a"]["kept"]["count"] == 4000
     densities = report["densities"]["b"]
-    assert densities["limit"] == pytest.approx(12, rel=0.02)
+    assert densities["limit"] == pytest.approx(4 * parts["b"]["kept"].std()), "the wider of both parts"
     assert densities["kept"][50] == 0 < densities["removed"][50], "the bin at zero lost everything"
     assert json.loads(json.dumps(report, allow_nan=False)) == report
     lines = analysis.text({**report, "reference": "dense"}).splitlines()
     assert lines[0].split()[:3] == ["weights", "std", "near"] and lines[2] == "whole" and lines[3].startswith(" before")
     assert lines[-1].endswith("have no row.") and len(lines) > 20 and max(map(len, lines)) <= 80
+
+
+def test_densities_hold_all_but_the_tails_of_what_a_spike_hides() -> None:
+    """Most weights at zero make the deviation of all of them small; the few kept ones lie beyond it."""
+    random = np.random.default_rng(0)
+    kept, removed = random.normal(size=500), 1e-6 * random.normal(size=20_000)
+    report = analysis.study({"a": {"before": np.concatenate([removed, kept]), "kept": kept, "removed": removed}}, {})
+    found = report["densities"]["a"]
+    inside = np.sum(found["kept"]) * 2 * found["limit"] / len(found["kept"])
+    assert inside > 0.99 and np.argmax(found["before"]) == len(found["before"]) // 2
+    lines = analysis.text({**report, "reference": "M_0"}).splitlines()
+    assert any("20,000  1.00e-06 " in line for line in lines), "three digits of deviations of any size"
 
 
 def test_the_table_of_a_large_network_fits_80_columns_with_every_number() -> None:
@@ -111,7 +123,7 @@ def test_the_table_of_a_large_network_fits_80_columns_with_every_number() -> Non
     )
     lines = [line.split() for line in table.splitlines()]
     assert max(map(len, table.splitlines())) <= 80
-    numbers = ["25,502,912", "1.0001", "1.03", "-123.45", "0.004", "–", "0.011"]
+    numbers = ["25,502,912", "1.00", "1.03", "-123.45", "0.004", "–", "0.011"]
     assert lines[2:6] == [
         ["whole"],
         *([part, *numbers, "GPD", "0.123"] for part in ("before", "kept")),

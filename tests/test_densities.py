@@ -59,6 +59,11 @@ def test_both_figures_from_one_set_of_runs(tmp_path: Path, capsys: pytest.Captur
     for name in ("l1-90", "l2-90"):
         shape = found["rows"][name]["shape"]
         assert shape["near_zero"] == 0 and shape["dip_p"] < 0.05, "cut by magnitude: nothing near zero, two modes"
+    distances = {name: row["shape"]["wasserstein"] for name, row in found["rows"].items()}
+    samples = {line["row"]: line["distribution"]["sample"] for line in Store(tmp_path / "figure2").lines()}
+    for name, distance in distances.items():
+        assert distance == distribution.wasserstein(samples[name], samples["reference"]), "to the reference's weights"
+    assert distances["reference"] == 0 < min(distances["l1-90"], distances["l2-90"])
     assert found["rows"]["reference"]["removed"] == 0 and found["rows"]["reference"]["part"] == "before"
     assert found["rows"]["dllp-90"]["removed"] == pytest.approx(0.9, abs=0.01)
     assert set(found["rows"]["dllp-90"]["reached"]) == {"near_zero", "dip_p", "ks"}
@@ -73,7 +78,9 @@ def test_both_figures_from_one_set_of_runs(tmp_path: Path, capsys: pytest.Captur
         counts = [row["shape"]["count"], sum(shape["count"] for shape in row["layers"].values())]
         assert row["part"] == "before" and counts == [9 * (32 + 32 * 64 + 64 * 64)] * 2, "figure 5 is not yet cut"
         assert "reached" not in row, "what is wanted is wanted of what is kept"
-    assert "Wanted" in text and "Wanted" not in (tmp_path / "figure5" / "table.md").read_text()
+    layers = (tmp_path / "figure5" / "table.md").read_text()
+    assert "Wanted" in text and "Wanted" not in layers
+    assert "wasserstein" in text and "wasserstein" not in layers and "removed later" in layers
     lines = Store(tmp_path / "figure5").lines()
     assert [line["from"] for line in lines] == ["figure2", "figure2"], "the same runs, not trained again"
     looked = {line["row"]: len(shapes.of_run(line)) for line in lines}

@@ -116,6 +116,18 @@ def test_generalised_pareto_finds_its_law_and_beats_the_truth(xi: float, sigma: 
     assert found.log_likelihood == pytest.approx(float(law.logpdf(x).mean()), rel=1e-6, abs=1e-6)
 
 
+@given(small=st.floats(1e-15, 1.0), share=st.floats(0.0, 0.9), seed=st.integers(0, 99))
+@settings(max_examples=25, deadline=None)
+def test_generalised_pareto_is_never_below_the_pareto_law_that_it_contains(
+    small: float, share: float, seed: int
+) -> None:
+    """Also of a spike that is many orders of magnitude narrower than the slab."""
+    random = np.random.default_rng(seed)
+    x = np.abs(random.normal(size=2000)) * np.where(random.random(2000) < share, small, 1.0)
+    contained = distribution.pareto(x).log_likelihood
+    assert distribution.generalised_pareto(x).log_likelihood >= contained - 1e-6 * abs(contained)
+
+
 def test_pooling_standardises_each_layer() -> None:
     layers = [GAUSSIAN[:50_000] * 0.001, GAUSSIAN[50_000:100_000] * 5]
     assert shape(np.concatenate(layers)).kurtosis > 2, "a mixture of scales looks peaked"

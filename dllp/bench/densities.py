@@ -24,15 +24,25 @@ SHOWN = {"reference": "before", "l1": "kept", "l2": "kept", "dllp": "kept"}
 """The part of a row's weights that Figure 2 shows, by the beginning of the row's name."""
 LAYERED = "figure5"
 """The figure that shows layers, and all weights as they are before the cut."""
+REFERENCE = "reference"
+"""The row that nothing was removed from: what distances are taken to."""
 COLUMNS = 4
-"""Panels of Figure 2 beside each other."""
-FIGURES = ("count", "near_zero", "kurtosis", "ks", "dip_p", "wasserstein")
+"""Panels beside each other."""
+FIGURES = {
+    "count": "{:,}", "near_zero": "{:.2f}", "kurtosis": "{:.2f}", "ks": "{:.3f}", "dip_p": "{:.2f}",
+    "wasserstein": "{:.3f}",
+}  # fmt: skip
+BESIDE = 2
+"""Bins on both sides of the middle one that a spike may reach before the cut."""
+CIRCLE = 600.0
+"""Area of a circle that holds all weights, in square points."""
 
 
 def summarise(table: Table, lines: Lines, variant: Variant, store: Store) -> dict[str, Any]:
     """Figures and densities of every row, and which of what is wanted they reach."""
     used = {row.name: line for row in table.rows for line in table.members(row, lines, variant)}
-    rows = {name: _row(name, line, store, _part(table.name, name)) for name, line in used.items()}
+    whole = used.get(REFERENCE)
+    rows = {name: _row(name, line, store, _part(table.name, name), whole) for name, line in used.items()}
     words = ["dllp", "bench", table.name, *variant.words]
     return {
         "figure": table.name,
@@ -49,17 +59,22 @@ def _part(figure: str, name: str) -> str:
     return "before" if figure == LAYERED else SHOWN[name.split("-")[0]]
 
 
-def _row(name: str, line: Mapping[str, Any], store: Store, part: str) -> dict[str, Any]:
+def _row(
+    name: str, line: Mapping[str, Any], store: Store, part: str, whole: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     try:
-        return _shown(name, line, part)
+        return _shown(name, line, part, whole)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise damaged(line, store.runs, error) from None
 
 
-def _shown(name: str, line: Mapping[str, Any], part: str) -> dict[str, Any]:
+def _shown(name: str, line: Mapping[str, Any], part: str, whole: Mapping[str, Any] | None) -> dict[str, Any]:
     found = line["distribution"]
     shape = dict(found[analysis.WHOLE][part] or {})
     shape = completed(shape, found["sample"]) if part == "kept" and shape else shape
+    if shape:  # Section 9 compares with the reference network, of which a line by itself knows nothing
+        other = whole and whole["distribution"]["sample"]
+        shape["wasserstein"] = other and distribution.wasserstein(found["sample"], other)
     row = {
         "part": part,
         "removed": 1 - line["params"][0] / line["dense_params"],
@@ -76,11 +91,13 @@ def _shown(name: str, line: Mapping[str, Any], part: str) -> dict[str, Any]:
 
 def markdown(table: Table, summary: Mapping[str, Any]) -> str:
     """One line for each row, then what is wanted of DLLP's."""
-    forms = ("{:,}", "{:.2f}", "{:.2f}", "{:.3f}", "{:.2f}", "{:.3f}")
-    header = ["row", "weights", "removed", "accuracy (%)", "shown", *FIGURES[1:], "wanted"]
+    layered = table.name == LAYERED
+    shown = {key: form for key, form in FIGURES.items() if key != "wasserstein" or not layered}
+    own = ["removed later", "accuracy after (%)"] if layered else ["removed", "accuracy (%)"]
+    header = ["row", "weights", *own, "shown", *list(shown)[1:], "wanted"]
     body = []
     for name, row in summary["rows"].items():
-        count, *cells = (_cell(row["shape"].get(key), form) for key, form in zip(FIGURES, forms, strict=True))
+        count, *cells = (_cell(row["shape"].get(key), form) for key, form in shown.items())
         verdicts = {True: "reached", False: "missed", None: "not measured"}
         wanted = "; ".join(f"{key} {verdicts[value]}" for key, value in row.get("reached", {}).items())
         removed, accuracy = f"{100 * row['removed']:.1f}%", f"{row['accuracy']:.2f}"
@@ -90,7 +107,13 @@ def markdown(table: Table, summary: Mapping[str, Any]) -> str:
     note = (
         "Layers are standardised, then pooled; nothing was fine-tuned. near_zero: weights within a tenth of a standard "
         "deviation over a Gaussian's; ks: distance to the Gaussian of the same mean and deviation; dip_p: p-value of "
-        f"one mode on {distribution.DIP_SAMPLE:,} weights; wasserstein: to the network's own weights before the cut."
+        f"one mode on {distribution.DIP_SAMPLE:,} weights"
+    )
+    note += (
+        ". Of dllp these are the weights of M_0: those that its gates keep as they are at the end of the run, the "
+        "others as they were when the gates were decided."
+        if layered
+        else f"; wasserstein: distance to the row {REFERENCE}, both standardised, on as many."
     )
     if summary["wanted"]:
         note += (
@@ -112,10 +135,9 @@ def draw(path: Path, summary: Mapping[str, Any]) -> None:
         for part, density in row["densities"].items()
         if (part != analysis.WHOLE) == layered
     }
-    columns = len(shown) // len(rows) if layered else COLUMNS
-    with pictures.panels(path, len(shown), columns) as axes:
+    with pictures.panels(path, len(shown), COLUMNS) as axes:
         for axis, ((name, part), density) in zip(axes, shown.items(), strict=True):
-            _curve(axis, density[rows[name]["part"]], density["limit"])
+            _curve(axis, density[rows[name]["part"]], density["limit"], BESIDE if layered else 0)
             title = f"{name}, {part}, before the cut" if layered else f"{name} ({rows[name]['part']})"
             axis.set_title(title, fontsize=9)
             axis.set_xlabel("weight" if layered else "weight (standard deviations)")
@@ -123,9 +145,9 @@ def draw(path: Path, summary: Mapping[str, Any]) -> None:
             axis.locator_params(axis="x", nbins=5)
 
 
-def _curve(axis: Any, values: Sequence[float], limit: float) -> None:
+def _curve(axis: Any, values: Sequence[float], limit: float, beside: int) -> None:
     """A density without its middle bin, which becomes a circle of as much area as it has weights, at its own height
-    or on top of the others.
+    or on top of the others, with its share. `beside` it so many bins, a spike's, do not set the panel's height.
     """
     middle, half = len(values) // 2, limit / len(values)
     centres = np.linspace(-limit + half, limit - half, len(values))
@@ -133,5 +155,9 @@ def _curve(axis: Any, values: Sequence[float], limit: float) -> None:
     peak = float(around[middle])
     around[middle] = np.nan
     (line,) = axis.plot(centres, around, linewidth=0.9)
-    height = float(np.nanmax(around)) if len(values) > 1 else 0.0
-    axis.scatter([0], [min(peak, height)], s=10 + 500 * peak * 2 * half, alpha=0.5, color=line.get_color(), zorder=3)
+    top = float(np.delete(around, range(max(middle - beside, 0), middle + beside + 1)).max(initial=0.0)) or 1.0
+    axis.set_ylim(0, 1.25 * top)
+    share, height = peak * 2 * half, min(peak, 1.1 * top)
+    axis.scatter([0], [height], s=CIRCLE * share, alpha=0.5, color=line.get_color(), zorder=3, clip_on=False)
+    place = {"xytext": (14, 4), "textcoords": "offset points", "fontsize": 8}
+    axis.annotate(f"{100 * share:.1f}%", (0, height), **place)
