@@ -60,7 +60,7 @@ test-hosts: $(STAMP) ## Two hosts joined by a link that is cut in mid-run (needs
 crash: $(STAMP) ## Kill runs 300 times, some of the demo, and compare what they end with (results/trust/summary.json)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.crash.harness --kills 300 --demo 2 --summary results/trust/summary.json
 
-fuzz: $(STAMP) ## Feed 100,000 damaged files to every reader, and atheris where it installs (results/trust/summary.json)
+fuzz: $(STAMP) ## Feed 100,000 damaged files to its readers, and atheris where it installs (results/trust/summary.json)
 	-@$(BIN)/python -m pip install --quiet -c constraints.txt atheris
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/run.py --inputs $(FUZZ) --atheris $(ATHERIS) --out results/trust/summary.json
 

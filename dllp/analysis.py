@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dllp import distribution
-from dllp.errors import ArtifactError, ConfigError
+from dllp.errors import ArtifactError, ConfigError, is_whole
 from dllp.extract import Slab
 from dllp.particles import Layout, kept_coordinates
 from dllp.result import Result
@@ -34,6 +34,8 @@ def analyze(result: Result, particle: int = 0, dense: nn.Module | None = None) -
         particle: Which one, from 0.
         dense: The network whose standardised weights are the reference; by default the particle's own M_0.
     """
+    if not is_whole(particle):
+        raise ConfigError(f"particle = {particle!r:.60}: a whole number is needed, 0 for the first")
     if not 0 <= particle < len(result.slabs):
         raise ConfigError(f"the run has no particle {particle + 1}: choose from 1 to {len(result.slabs)}")
     slab = result.slabs[particle]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dllp import health, notebook
 from dllp.checkpoints import State
 from dllp.collect import collect
-from dllp.config import Config
+from dllp.config import SPIKE_AND_SLAB, Config
 from dllp.data import StreamBatches
 from dllp.errors import ConfigError, NumericsError, StructureError
 from dllp.gating import ChannelGating, FilterFn, WeightGating
@@ -21,6 +21,7 @@ from dllp.ranks import Ranks
 from dllp.result import Result
 from dllp.sharing import AnyCheckpoints
 from dllp.state import begin_snapshot, changing, restore, snapshot, unsound
+from dllp.structure import SINGLE
 from dllp.surroundings import undisturbed
 from dllp.train import EpochRecord, Trainer
 
@@ -61,13 +62,15 @@ def prune(
     """
     config, ranks = _resolved(config), ranks or Ranks()
     _check_kinds(checkpoints, ranks, on_epoch=on_epoch, on_step=on_step, on_start=on_start)
+    if config.prior != SPIKE_AND_SLAB and config.keep_flops is config.keep_params is None and not config.sparsity:
+        raise ConfigError(f"prior = {config.prior} closes no gate by itself: give keep_flops, keep_params or sparsity")
     channels = config.granularity == "channel"
     batches, example, structure = ranks.together(
         lambda: prepare(model, data, config, filter_fn, ranks, channels=channels)
     )
     if channels and not structure.groups:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(structure.whole.items())[:3])
-        raise StructureError(f"the network has no channels that can be pruned ({reasons}): try granularity='weight'")
+        raise StructureError(f"the network has no channels that can be pruned ({reasons}): {SINGLE}")
     place = _placed(ranks, config, batches, model, example)
 
     def build(place: Place) -> Trainer:

@@ -55,7 +55,7 @@ class Config:
 
     Args:
         keep_flops: Fraction of the multiply-accumulates to keep, in (0, 1]. Without this and without
-            `keep_params` the prior alone decides (natural sparsity).
+            `keep_params` the prior and `sparsity` decide (natural sparsity).
         keep_params: Fraction of the parameters to keep, in (0, 1]; give one of the two.
         granularity: `channel` cuts whole channels; `weight` zeroes single weights.
         round_to: A layer keeps a multiple of this many channels, or all that it has (8 suits most accelerators).
@@ -223,10 +223,19 @@ class Config:
             value = getattr(self, name)
             if isinstance(value, (int, float)) and not _storable(value):
                 raise ConfigError(f"{name} = {value}: a finite number that float32, or 64 bits, can hold is needed")
-        if self.slab_decay and self.prior != SPIKE_AND_SLAB:
-            raise ConfigError(f"slab_decay = true needs a slab: prior = {self.prior} has none, leave one of both out")
+        self._check_prior()
         if self.task == "regression" and self.likelihood == "categorical":
             raise ConfigError("likelihood = categorical needs task = classification: use gaussian for regression")
+
+    def _check_prior(self) -> None:
+        """Raise for what the chosen prior does not have: it would change nothing."""
+        owners = {"prior_scale": ("laplace", "gaussian", "polarization", "hoyer"), "polarization": ("polarization",)}
+        for name, priors in owners.items():
+            value, default = getattr(self, name), getattr(Config, name)
+            if value != default and self.prior not in priors:
+                raise ConfigError(f"{name} = {value} is for prior = {' or '.join(priors)}: leave it out, or choose one")
+        if self.slab_decay and self.prior != SPIKE_AND_SLAB:
+            raise ConfigError(f"slab_decay = true needs a slab: prior = {self.prior} has none, leave one of both out")
 
     def outputs(self, wanted: int) -> int:
         """Outputs that a network needs for so many classes or targets."""

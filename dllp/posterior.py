@@ -115,7 +115,7 @@ def decompose(members: Tensor) -> Prediction:
     """(n, B, C) probabilities -> mean, and doubt split into aleatoric and epistemic, in variance and entropy form."""
     mean = members.mean(0)
     entropy = _entropy(mean)
-    expected = _entropy(members).mean(0)
+    expected = _entropy(members).mean(0).minimum(entropy)  # by Jensen; rounding must not make information negative
     return Prediction(
         members,
         mean,

@@ -285,13 +285,17 @@ def _random_inputs(exact: nn.Module, inputs: tuple[Any, ...], draw: int) -> tupl
     return result
 
 
+SINGLE = "use granularity='weight' or method magnitude-l2"
+"""The way out where channels cannot be pruned as they should."""
+
+
 def _refusal(refused: dict[str, str]) -> str:
     """One line for the first group that cannot be pruned safely, and a way out for all of them."""
     name, message = next(iter(refused.items()))
     others = f" (and of {len(refused) - 1} more)" if len(refused) > 1 else ""
     return (
         f"the channels of {name!r}{others} cannot be pruned safely: {message}; "
-        f"keep them whole with filter_fn=lambda module, name: name not in {tuple(refused)}, or use granularity='weight'"
+        f"keep them whole with filter_fn=lambda module, name: name not in {tuple(refused)}, or {SINGLE}"
     )
 
 

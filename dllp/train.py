@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dllp import health, stein
-from dllp.config import Config
+from dllp.config import SPIKE_AND_SLAB, Config
 from dllp.engine import Capture
 from dllp.errors import NumericsError
 from dllp.gating import ChannelGating, WeightGating
@@ -164,9 +164,10 @@ class Trainer(Step):
     def broken(self, trouble: str, step: int) -> NumericsError:
         """The error that names what broke, when, and the way out."""
         other = ", or use on_nan = rollback" if self.config.on_nan == "stop" else ""
+        wider = "" if self.config.prior == SPIKE_AND_SLAB else f", raise prior_scale (now {self.config.prior_scale:g})"
         error = NumericsError(
             f"{trouble} at step {step} (epoch {(step - 1) // self.steps_per_epoch + 1}): lower lr "
-            f"(now {self.config.lr * self.lr_scale:g}){other}"
+            f"(now {self.config.lr * self.lr_scale:g}){wider}{other}"
         )
         error.told = not self.place.first
         return error

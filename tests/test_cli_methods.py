@@ -33,7 +33,7 @@ def test_a_run_of_another_method_by_name(tmp_path: Path, capsys: pytest.CaptureF
         (["--method", "sfp", "--particles", "2", "--keep-flops", "0.5"], ["method sfp has particles = 1"]),
         (["--method", "sfp", "--granularity", "weight", "--keep-flops", "0.5"], ["granularity = channel"]),
         (["--method", "sfp"], ["sfp needs a budget"]),
-        (["--method", "sfp", "--keep-flops", "0.0001"], ["cannot be reached"]),
+        (["--method", "sfp", "--keep-flops", "0.0001"], ["cannot be reached", "method magnitude-l2"]),
         (["--finetune-epochs", "2"], ["finetune_epochs is for other methods"]),
         (["--method", "nothing"], ["there is no method 'nothing'"]),
         (["--method", "dllp:beta=2"], ["dllp has no hyperparameters behind its name", "as options"]),

@@ -363,5 +363,8 @@ def test_what_is_not_supported_is_refused_by_one_line_with_the_way_out(name: str
 def test_a_budget_out_of_reach_tells_which_layers_stay_whole():
     model = stack()
     parametrizations.weight_norm(model[2])
-    with pytest.raises(dllp.StructureError, match=r"keep more, or use granularity='weight' \(whole are 2: the weight"):
+    with pytest.raises(
+        dllp.StructureError,
+        match=r"keep more, or use granularity='weight' or method magnitude-l2 \(whole are 2: the weight",
+    ):
         run(model, keep_flops=0.1)

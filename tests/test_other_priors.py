@@ -154,13 +154,21 @@ def test_every_prior_prunes_to_its_budget(name: str, granularity: str) -> None:
 
 
 def test_invalid_parameters_are_one_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for changes in ({"prior_scale": 0.0}, {"prior_scale": -1.0}, {"polarization": 0.0}, {"prior": "cauchy"}):
+    unused = ({"prior_scale": 0.1}, {"prior": "laplace", "polarization": 9.0})
+    for changes in ({"prior_scale": 0.0}, {"prior_scale": -1.0}, {"polarization": 0.0}, {"prior": "cauchy"}, *unused):
         with pytest.raises(ConfigError, match=next(iter(changes))):
             Config(**changes)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="prior laplace: scale = -1"):
         priors.PRIORS["laplace"].check(-1.0)
     with pytest.raises(ConfigError, match="polarization has t and a: 1 were given"):
         priors.PRIORS["polarization"].check(1.0)
+    for name, parameters in (("laplace", (1e-300,)), ("gaussian", (1e-25,)), ("hoyer", (1e300,))):
+        with pytest.raises(ConfigError, match="so strong a pull is no number"):
+            priors.PRIORS[name].check(*parameters)
+    with pytest.raises(ConfigError, match="laplace closes no gate by itself: give keep_flops, keep_params or sparsity"):
+        dllp.prune(
+            small_cnn(), (torch.randn(8, 1, 8, 8), torch.arange(8)), Config(prior="laplace", granularity="weight")
+        )
     assert main(["prune", "--prior", "laplace", "--prior-scale", "-1", "--out", str(tmp_path / "x")]) == 2
     one_line(capsys, "prior_scale = -1")
     assert main(["prune", "--prior", "cauchy", "--out", str(tmp_path / "x")]) == 2

@@ -43,6 +43,8 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 
 def find(text: str) -> Method:
     """A method by name, with hyperparameters where it is not to have its own: `polarization:strength=1e-4,t=1.1`."""
+    if not isinstance(text, str):
+        raise ConfigError(f"method {text!r:.60}: give a name, such as {Slimming.name}")
     name, _, given = text.partition(":")
     if name == "dllp":  # without any it never comes here
         raise ConfigError(f"method {text}: dllp has no hyperparameters behind its name: give them as options")

@@ -1,6 +1,7 @@
 """Polarization: scaling factors are driven apart into a group at zero and a group away from it (equations 5 and 6).
 
-Equation: minimise CE + strength * (t |gamma|_1 - |gamma - mean gamma|_1) over the factors of the whole network.
+Equation: minimise CE + strength * (t |gamma|_1 - |gamma - mean gamma|_1) over the factors of all channels that can be
+pruned.
 With s the mean of sign(gamma - mean gamma), factors below the mean are drawn to 0 by t + 1 + s, those above it by
 t - 1 + s: at t just above 1 and with as many on both sides only the small ones shrink. The paper's factors are not
 negative; here the sizes |gamma| have the prior, so that a factor that crosses 0 is drawn back and not driven on.

@@ -1,7 +1,8 @@
 """Network slimming: an l1 norm on the normalisation's scaling factors, and one threshold on them for all layers.
 
-Equation: minimise CE + strength * sum |gamma|, by subgradient; score = |gamma|. A unit whose channels pass several
-norms has the root mean square of their factors; one without a norm has that of its filters.
+Equation: minimise CE + strength * sum |gamma| over channels that can be pruned, by subgradient; score = |gamma|.
+A unit whose channels pass several norms has the root mean square of their factors; one without a norm has that of its
+filters.
 Hyperparameters: `strength`, 1e-4 in the paper for VGG and 1e-5 for ResNets, over 160 epochs; `least`, the share of each
 layer that stays whatever its factors, which the paper does not have.
 Published: ResNet-56 on CIFAR-10, 0.53 points lost at 48% fewer FLOPs (as quoted by the DLLP paper's Table 1).

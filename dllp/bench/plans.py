@@ -89,7 +89,7 @@ class Variant:
         """What tells its folder from the table's own."""
         parts = {"validation": self.validation, "epochs": self.epochs}
         departures = "".join(f"-{name}{value}" for name, value in parts.items() if value)
-        return departures + "".join(f"-{name}-{_in_a_name(value)}" for name, value in self.settings.items())
+        return departures + "".join(f"-{name}-{_in_a_name(value)}" for name, value in sorted(self.settings.items()))
 
     @property
     def words(self) -> list[str]:

@@ -224,7 +224,8 @@ def shortened(probabilities: np.ndarray) -> np.ndarray:
     """float16 with only the bits that a metric feels: all from 1/16 up, two below, one below 1/256; at least 2^-22.
 
     That takes half the space of plain float16. Rounding errors of small probabilities are random and average out over
-    a test set: NLL, ECE and mutual information of 10,000 clean images move by about 1e-4, accuracy does not.
+    a test set: NLL, ECE and mutual information of 10,000 clean images move by 1e-4 to 5e-4, accuracy by an image
+    or none, whose best classes are nearly equal.
     """
     wide = probabilities.astype(np.float64)
     mantissa, exponent = np.frexp(wide)

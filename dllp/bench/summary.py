@@ -87,10 +87,11 @@ def is_data(value: Any) -> bool:
     return isinstance(name, str) and name.isprintable() and len(name) <= 200 and all(type(n) is int for n in numbers)
 
 
-def data_text(data: dict[str, Any]) -> str:
+def data_text(data: dict[str, Any], held_out: int = 0) -> str:
     """What a run was trained on, in words."""
     size = "x".join(map(str, data["shape"][1:] or data["shape"]))
-    return f"{data['name']}: {data['train']:,} training examples of {size} in {data['classes']} classes"
+    less = f" ({held_out:,} of them held out)" if held_out else ""
+    return f"{data['name']}: {data['train']:,} training examples{less} of {size} in {data['classes']} classes"
 
 
 def summarise(table: Table, lines: Lines, variant: Variant, store: Store | None = None) -> dict[str, Any]:
@@ -118,7 +119,7 @@ def summarise(table: Table, lines: Lines, variant: Variant, store: Store | None 
 
 def _data(used: Lines) -> dict[str, str]:
     """What the runs were trained on, where they say it."""
-    text = _distinct(data_text(line["data"]) for line in used if "data" in line)
+    text = _distinct(data_text(line["data"], line["validation"]) for line in used if "data" in line)
     return {"data": text} if text else {}
 
 
@@ -199,12 +200,14 @@ def _verdict(name: str, wanted: float, lines: Lines, dense: Lines) -> dict[str, 
 
 
 def _command(table: Table, rows: Lines, used: Lines, variant: Variant) -> str:
-    """What makes the whole table again; every line of runs.jsonl has the command that made it."""
+    """What makes these rows again; every line of runs.jsonl has the command that made it."""
     words = ["dllp", "bench", table.name, *([] if table.data else ["--data", "FOLDER"])]
     own = {row.name: list(row.seeds) for row in table.rows}
     found = {tuple(row["seeds"]) for row in rows}
     if len(found) == 1 and any(row["seeds"] != own[row["name"]] for row in rows):  # otherwise some rows are unfinished
         words += ["--seeds", *map(str, *found)]
+    if len(rows) < len(table.rows):
+        words += ["--rows", *(row["name"] for row in rows)]
     precisions = {line["config"]["precision"] for line in used}
     words += ["--precision", *precisions] if len(precisions) == 1 else []
     return " ".join([*words, *variant.words])

@@ -110,7 +110,19 @@ def _lead(runs: Sequence[Run]) -> str:
     if not best:
         return "None of these runs holds an evaluation."
     names = ", ".join(f"{p.network} of {p.run}" for p in best)
-    return f"{len(runs)} runs. Pruned networks that no other beats, the cheapest first: {names}."
+    unlike = len({found for run in runs if (found := _evaluated_on(run))}) > 1
+    beware = " They were not evaluated on the same examples: what follows compares numbers of different tests."
+    return (
+        f"{len(runs)} runs. Pruned networks that no other beats, the cheapest first: {names}.{beware if unlike else ''}"
+    )
+
+
+def _evaluated_on(run: Run) -> bytes:
+    """Tells test sets apart: by their labels, or by how they were asked for; empty where a folder says neither."""
+    if run.examples is not None:
+        return run.examples.labels.numpy().tobytes()
+    known = {name: run.settings[name] for name in ("data", "validation", "leave_out") if name in run.settings}
+    return repr(known).encode() if known else b""
 
 
 def _table(runs: Sequence[Run]) -> str:
