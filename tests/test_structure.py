@@ -1,4 +1,4 @@
-"""Groups, costs and the choice of units."""
+"""Groups, and what they cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dllp.coupling import MISALIGNED, UNREAD
 from dllp.errors import Interrupted, StructureError
-from dllp.selection import select
 from dllp.slicing import cut, recipe
 from dllp.structure import Structure, discover
 from tests import families, networks
@@ -266,85 +265,6 @@ def test_unusable_examples() -> None:
         discover(networks.chain(), torch.zeros(0, 3, 8, 8))
     with pytest.raises(StructureError, match="lazy"):
         discover(nn.Sequential(nn.LazyLinear(3)), torch.zeros(1, 3))
-
-
-@pytest.mark.parametrize("cost", ["flops", "params"])
-@pytest.mark.parametrize("keep", [0.2, 0.45, 0.7, 0.95, 1.0])
-def test_select_meets_the_budget(structure: Structure, cost: str, keep: float) -> None:
-    for seed in range(3):
-        logits = torch.randn(structure.units, generator=torch.Generator().manual_seed(seed))
-        kept = select(structure, logits, cost=getattr(structure, cost), keep=keep)
-        share = getattr(structure, cost).expected(kept.double()).item() / getattr(structure, cost).dense
-        assert keep - 0.005 <= share <= keep + 1e-9
-        for part in structure.slices:
-            assert kept[part].any()
-            gone = logits[part][~kept[part]]
-            assert not len(gone) or logits[part][kept[part]].min() >= gone.max()
-
-
-def test_select_without_a_budget(structure: Structure) -> None:
-    logits = torch.randn(structure.units, generator=torch.Generator().manual_seed(0))
-    logits[structure.slices[0]] = torch.linspace(-3, -1, structure.groups[0].units)
-    kept = select(structure, logits, cost=structure.flops, keep=None)
-    assert int(kept[structure.slices[0]].sum()) == 1 and bool(kept[structure.slices[0]][-1])
-    rest = structure.slices[0].stop
-    assert torch.equal(kept[rest:], logits[rest:] > 0)
-
-
-def test_select_keeps_more_for_more(structure: Structure) -> None:
-    logits = torch.randn(structure.units, generator=torch.Generator().manual_seed(1))
-    shares = [
-        structure.flops.expected(select(structure, logits, cost=structure.flops, keep=k / 10).double()).item()
-        for k in range(2, 11)
-    ]
-    assert shares == sorted(shares) and shares[-1] == structure.flops.dense
-
-
-@pytest.mark.parametrize("keep", [None, 0.3, 0.6])
-def test_select_in_round_numbers(structure: Structure, keep: float | None) -> None:
-    logits = torch.randn(structure.units, generator=torch.Generator().manual_seed(2))
-    kept = select(structure, logits, cost=structure.flops, keep=keep, round_to=8)
-    counts = [int(kept[part].sum()) for part in structure.slices]
-    assert all(count and count % 8 == 0 for count in counts)
-    if keep is not None:
-        assert structure.flops.expected(kept.double()).item() <= keep * structure.flops.dense
-
-
-class Branches(nn.Module):
-    """Units that cost 32 and 12 multiply-accumulates, three and four of them, side by side."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(30, 3), nn.Linear(10, 4)
-        self.ends = nn.ModuleList([nn.Linear(3, 2), nn.Linear(4, 2)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.ends[0](self.wide(x).relu()) + self.ends[1](self.narrow(x[:, :10]).relu())
-
-
-def test_select_lets_a_chunk_make_room_for_others() -> None:
-    """Taken in order, all narrow units and one wide one cost 80 of 108; for one narrow unit less a wide one fits."""
-    found = discover(Branches(), torch.randn(2, 30))
-    assert [g.name for g in found.groups] == ["wide", "narrow"] and found.flops.dense == 144
-    logits = torch.tensor([0.3, 0.2, 0.1, 4.0, 3.0, 2.0, 1.0])
-    kept = select(found, logits, cost=found.flops, keep=108 / 144)
-    assert kept.tolist() == [True, True, False, True, True, True, False]
-    assert found.flops.expected(kept.double()).item() == 100
-
-
-def test_select_rounds_channels_not_units() -> None:
-    model = networks.grouped()
-    found = discover(model, networks.images())
-    assert found.channels_per_unit.tolist() == [4] * 2 + [4] * 3 + [1] * 6
-    kept = select(found, -torch.ones(found.units), cost=found.flops, keep=None, round_to=4)
-    assert [int(kept[part].sum()) for part in found.slices] == [1, 1, 4]
-
-
-def test_select_out_of_reach(structure: Structure) -> None:
-    with pytest.raises(StructureError, match=r"0\.0001 cannot be reached.*0\.0"):
-        select(structure, torch.zeros(structure.units), cost=structure.flops, keep=0.0001)
-    with pytest.raises(StructureError, match="logits"):
-        select(structure, torch.zeros(3), cost=structure.flops, keep=0.5)
 
 
 def test_a_signal_while_the_network_is_tried_is_no_fault_of_the_network() -> None:
