@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dllp.errors import first_line
+
 WARMUP = 3  # real steps run eagerly first, so that libraries choose their kernels outside the capture
 
 
@@ -85,7 +87,7 @@ class Capture:
                 self.step(static_x, static_y)
         except RuntimeError as error:
             self.enabled = False
-            self.state = f"eager ({str(error).splitlines()[0]})"
+            self.state = f"eager ({first_line(error)})"
             # a capture that CUDA has broken off stays open for its generators: same numbers, states that know of none
             for generator in (self.generator, torch.cuda.default_generators[x.device.index]):
                 generator.graphsafe_set_state(generator.clone_state())

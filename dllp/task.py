@@ -21,7 +21,7 @@ from dllp.data import load as load_data
 from dllp.data.bad import MAX_BAD, Tell, share
 from dllp.data.download import Progress
 from dllp.data.ood import without
-from dllp.errors import ArtifactError, ConfigError, DataError
+from dllp.errors import ArtifactError, ConfigError, DataError, first_line
 from dllp.evaluate import DENSE
 from dllp.result import Result
 
@@ -159,15 +159,16 @@ class Task:
 def imported(path: str) -> nn.Module:
     """What `package.module:factory` returns; the current folder is importable."""
     module_name, _, factory_name = path.partition(":")
-    sys.path.insert(0, os.getcwd())
+    here = os.getcwd()  # the user's code may leave it
+    sys.path.insert(0, here)
     try:
         factory = getattr(importlib.import_module(module_name), factory_name)
         model = factory()
     except Exception as error:  # whatever the user's code raises is the user's to repair, and one line says what
-        reason = (str(error).splitlines() or [""])[0]
-        raise ConfigError(f"model {path!r} cannot be made ({type(error).__name__}: {reason})") from error
+        raise ConfigError(f"model {path!r} cannot be made ({type(error).__name__}: {first_line(error)})") from error
     finally:
-        sys.path.remove(os.getcwd())
+        if here in sys.path:
+            sys.path.remove(here)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model {path!r} gives a {type(model).__name__}: it must return a torch.nn.Module")
     return model

@@ -21,6 +21,7 @@ import dllp
 from dllp import options, progress
 from dllp.artifacts import new_folder
 from dllp.cli import main
+from dllp.task import imported
 from dllp.zoo import build
 from tests.commands import ENVIRONMENT, FAST, UNTRACED, npy, one_line
 
@@ -177,6 +178,15 @@ def test_names_in_files_may_have_dashes_and_exponents(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("keep-flops: 0.5\nlr: 1e-3\nslab-bounds: [1, 2]\ngate-linear: true\n")
     expected = {"keep_flops": 0.5, "lr": 0.001, "slab_bounds": (1.0, 2.0), "gate_linear": True}
     assert options.read(tmp_path / "a.yaml") == expected
+
+
+def test_a_factory_may_leave_the_folder_that_it_was_found_in(nets: str, tmp_path: Path) -> None:
+    code = f"\ndef away():\n    import os\n    os.chdir({str(tmp_path.parent)!r})\n    return small()\n"
+    with open(tmp_path / f"{nets}.py", "a") as file:
+        file.write(code)
+    before = list(sys.path)
+    assert isinstance(imported(f"{nets}:away"), torch.nn.Module) and Path.cwd() == tmp_path.parent
+    assert sys.path == before
 
 
 @pytest.mark.parametrize("words", [["--help"], ["prune", "--help"], ["evaluate", "--help"], ["--version"]])
