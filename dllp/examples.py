@@ -97,9 +97,10 @@ def read(folder: Path) -> Examples | None:
     labels, aleatoric, epistemic = (torch.empty(0) if value is None else value for value in single)
     floats = [aleatoric, epistemic, *parts["confidence"].values()]
     fits = (
-        len(labels) > 0
+        labels.dim() == 1
+        and len(labels) > 0
         and set(parts["predicted"]) == set(parts["confidence"]) >= {"particle 1"}
-        and all(value.shape == labels.shape == (len(labels),) for value in (*parts["predicted"].values(), *floats))
+        and all(value.shape == labels.shape for value in (*parts["predicted"].values(), *floats))
         and all(value.dtype == torch.int32 for value in (labels, *parts["predicted"].values()))
         and all(value.dtype == torch.float32 and bool((value.isfinite() & (value >= 0)).all()) for value in floats)
         and all(bool((value <= 1 + 1e-4).all()) for value in parts["confidence"].values())

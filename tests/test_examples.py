@@ -31,7 +31,7 @@ def test_examples_come_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", [
     {"labels": torch.zeros(3, dtype=torch.int32)}, {"aleatoric": torch.full((4,), torch.nan)},
     {"confidence/particle 1": torch.full((4,), 2.0)}, {"predicted/other": torch.zeros(4, dtype=torch.int32)},
-    {"epistemic": torch.zeros(4, 1)}, {"labels": torch.zeros(4)},
+    {"epistemic": torch.zeros(4, 1)}, {"labels": torch.zeros(4)}, {"labels": torch.tensor(3, dtype=torch.int32)},
 ])  # fmt: skip
 def test_damaged_examples_are_refused(tmp_path: Path, change: dict[str, torch.Tensor]) -> None:
     whole = torch.zeros(4, dtype=torch.int32)
