@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import dllp
 from dllp import artifacts
 from dllp.cli import main
+from dllp.errors import ArtifactError
 from dllp.report import contents, records, weights
 from dllp.train import EpochRecord
 from dllp.zoo import build
@@ -43,6 +44,34 @@ def test_damaged_files_are_one_line(
     assert main(["report", str(copied), "--quiet"]) == 2
     one_line(capsys, file)
     assert not (copied / "report.html").exists()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("kind", ["particle", "reference"])
+def test_weights_that_are_no_numbers_are_one_line(
+    copied: Path, capsys: pytest.CaptureFixture[str], kind: str, value: float
+) -> None:
+    path = copied / f"{kind}-0.safetensors"
+    tensors = artifacts.read_tensors(path)
+    tensors["conv1.weight"][:] = value
+    artifacts.write_tensors(path, tensors)
+    assert main(["report", str(copied), "--quiet"]) == 2
+    one_line(capsys, f"{path.name}: 'conv1.weight' holds numbers that are not finite")
+    assert not (copied / "report.html").exists()
+
+
+def test_single_weights_that_are_no_numbers_are_told(tmp_path: Path) -> None:
+    index, value = torch.arange(3, dtype=torch.int32), torch.tensor([1.0, math.nan, 2.0])
+    artifacts.write_tensors(tmp_path / "reference-0.safetensors", {"a.weight": torch.ones(2, 2)})
+    artifacts.write_tensors(tmp_path / "particle-0.safetensors", {"a.weight#index": index, "a.weight#value": value})
+    with pytest.raises(ArtifactError, match=r"particle-0\.safetensors: 'a\.weight' holds numbers that are not finite"):
+        weights.split(tmp_path, {}, ["a.weight"])
+
+
+def test_the_largest_weights_are_drawn() -> None:
+    largest = np.full(40, 3e38, np.float32)
+    traces = weights.histogram(weights.Layer("a", largest * np.resize([1, -1], 40).astype(np.float32), largest))
+    assert all(np.isfinite(trace["y"]).all() for trace in traces)
 
 
 @given(

@@ -90,7 +90,7 @@ def section(run: Run) -> Section | None:
 
 def histogram(layer: Layer) -> list[Trace]:
     """Both densities on the same bins, and the Gaussian with the slab's mean and standard deviation."""
-    mean, std = float(layer.slab.mean()), float(layer.slab.std())
+    mean, std = float(layer.slab.mean(dtype=np.float64)), float(layer.slab.std(dtype=np.float64))
     reach = 4 * std if std > 0 else max(abs(mean), 1e-12)
     edges = np.linspace(mean - reach, mean + reach, BINS + 1)
     middle, width = (edges[1:] + edges[:-1]) / 2, float(edges[1] - edges[0])
@@ -117,10 +117,10 @@ def _density(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
 def split(folder: Path, recipe: Mapping[str, Any], gated: Sequence[str]) -> list[Layer]:
     """Slab and spike of every layer that lost something, from the first particle's files: no network is needed."""
     whole, pruned = (artifacts.read_tensors(folder / f"{kind}-0.safetensors") for kind in ("reference", "particle"))
-    path = folder / "particle-0.safetensors"
+    path, reference = folder / "particle-0.safetensors", folder / "reference-0.safetensors"
     if gated:
         places = [(name, whole.get(name), pruned.get(name + "#index"), pruned.get(name + "#value")) for name in gated]
-        return [_by_position(*place, path) for place in places]
+        return [_by_position(*place, path, reference) for place in places]
     layers = []
     for module, sides in recipe.items():
         weight, kept = whole.get(f"{module}.weight"), pruned.get(f"{module}.weight")
@@ -128,7 +128,8 @@ def split(folder: Path, recipe: Mapping[str, Any], gated: Sequence[str]) -> list
             if kept is None or not kept.is_floating_point():
                 raise ArtifactError(f"{path}: the weights of {module!r} are missing")
             keep = _kept(module, weight.shape, kept.numel(), sides, folder / artifacts.RUN)
-            layers.append(Layer(module, kept.flatten().float().numpy(), weight[~keep].float().numpy()))
+            name = f"{module}.weight"
+            layers.append(Layer(module, _finite(kept, name, path), _finite(weight[~keep], name, reference)))
     return [layer for layer in layers if len(layer.spike)]
 
 
@@ -150,7 +151,9 @@ def _kept(module: str, shape: torch.Size, count: int, sides: Any, path: Path) ->
     return next((keep for keep in masks if int(keep.sum()) == count), masks[0])
 
 
-def _by_position(name: str, weight: Tensor | None, index: Tensor | None, kept: Tensor | None, path: Path) -> Layer:
+def _by_position(
+    name: str, weight: Tensor | None, index: Tensor | None, kept: Tensor | None, path: Path, reference: Path
+) -> Layer:
     if weight is None or index is None or kept is None or index.dtype != torch.int32 or index.dim() != 1:
         raise ArtifactError(f"{path}: the positions of {name!r} are missing")
     flat = weight.flatten().float()
@@ -158,4 +161,12 @@ def _by_position(name: str, weight: Tensor | None, index: Tensor | None, kept: T
         raise ArtifactError(f"{path}: the positions of {name!r} do not fit the network")
     keep = torch.zeros(len(flat), dtype=torch.bool)
     keep[index.long()] = True
-    return Layer(name.removesuffix(".weight"), kept.flatten().float().numpy(), flat[~keep].numpy())
+    return Layer(name.removesuffix(".weight"), _finite(kept, name, path), _finite(flat[~keep], name, reference))
+
+
+def _finite(values: Tensor, name: str, path: Path) -> np.ndarray:
+    """Weights of a stranger's file as they are drawn, (m,) in float32."""
+    flat = values.flatten().float()
+    if not bool(flat.isfinite().all()):
+        raise ArtifactError(f"{path}: {name!r} holds numbers that are not finite")
+    return flat.numpy()
