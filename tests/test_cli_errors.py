@@ -69,6 +69,9 @@ from tests.commands import FAST, npy, one_line
         ("prune --config kind.yaml", ["kind.yaml", "epochs = soon", "a whole number"]),
         ("prune --config switch.yaml", ["switch.yaml", "gate_linear = 3: expected true or false"]),
         ("prune --config out.yaml", ["out.yaml", "'out'"]),
+        ("prune --config twice.yaml", ["twice.yaml", "line 2 gives epochs a second time"]),
+        ("prune --config dash.yaml", ["dash.yaml", "line 3 gives keep_flops a second time"]),
+        ("prune --config merged.yaml", ["merged.yaml", "gives epochs a second time"]),
         ("evaluate", ["run folder"]),
         ("evaluate nowhere", ["nowhere"]),
     ],
@@ -92,6 +95,9 @@ def test_bad_input_is_one_line(
     (tmp_path / "kind.yaml").write_text("epochs: soon\n")
     (tmp_path / "switch.yaml").write_text("gate-linear: 3\n")
     (tmp_path / "out.yaml").write_text("out: elsewhere\n")
+    (tmp_path / "twice.yaml").write_text("epochs: 3\nepochs: 4\n")
+    (tmp_path / "dash.yaml").write_text("keep-flops: 0.5\nepochs: 3\nkeep_flops: 0.2\n")
+    (tmp_path / "merged.yaml").write_text("epochs: 3\n<<: {epochs: 4}\n")
     before = sorted(os.listdir(tmp_path))
     assert main(words.replace("NETS", nets).split()) == 2
     one_line(capsys, "error: ", *told)

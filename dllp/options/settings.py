@@ -74,6 +74,16 @@ class _PlainLoader(yaml.SafeLoader):
         self.depth -= 1
         return node
 
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        self.flatten_mapping(node)
+        seen = set()
+        for key, _ in node.value:
+            name = str(key.value).replace("-", "_")
+            if name in seen:
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1} gives {name[:64]} a second time")
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
 
 def write(task: dict[str, Any], config: Config) -> bytes:
     """The text of a settings file that makes the same run again."""
