@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dllp import metrics
+from dllp.bench.judged import probabilities
 from dllp.bench.store import LABELS, Store, shortened
 from dllp.errors import ArtifactError
 
@@ -94,6 +95,16 @@ def test_shortening_keeps_order_and_never_gives_zero() -> None:
     for low, high, error in ((1 / 256, 1 / 16, 1 / 8), (2.0**-21, 1 / 256, 1 / 4)):
         part = (values >= low) & (values < high)
         assert np.abs(short[part] / values[part] - 1).max() <= error
+
+
+@pytest.mark.parametrize(("last", "width"), [(9, 1), (255, 1), (256, 2), (999, 2), (70_000, 4)])
+def test_labels_of_many_classes_come_back(tmp_path: Path, last: int, width: int) -> None:
+    labels = np.array([0, 1, last])
+    Store(tmp_path).add(line("a"), {"clean": np.full((1, 3, 2), 0.5), LABELS: labels})
+    found = Store(tmp_path).probabilities("a")[1]
+    np.testing.assert_array_equal(found, labels)
+    assert found.itemsize == width
+    torch.testing.assert_close(probabilities(Store(tmp_path), "a")[1], torch.from_numpy(labels))
 
 
 def test_probabilities_that_are_missing_or_damaged(tmp_path: Path) -> None:

@@ -179,11 +179,16 @@ def pack(probabilities: Mapping[str, np.ndarray]) -> bytes:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_BZIP2) as archive:
         for name, value in probabilities.items():
             member = io.BytesIO()
-            np.lib.format.write_array(member, value.astype(np.uint8) if name == LABELS else shortened(value))
+            np.lib.format.write_array(member, _narrow(value) if name == LABELS else shortened(value))
             entry = zipfile.ZipInfo(f"{name}.npy")
             entry.compress_type = zipfile.ZIP_BZIP2
             archive.writestr(entry, member.getvalue())
     return buffer.getvalue()
+
+
+def _narrow(labels: np.ndarray) -> np.ndarray:
+    """Labels in as few bytes as they need: one for up to 256 classes."""
+    return labels.astype(np.min_scalar_type(int(labels.max(initial=0))))
 
 
 def unpack(file: BinaryIO) -> dict[str, np.ndarray]:
