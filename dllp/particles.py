@@ -1,8 +1,8 @@
 """n networks whose parameters are rows of one matrix, and their gradients rows of another.
 
-Row i holds every parameter of particle i, so the Stein direction is a product of small and tall matrices and the
-optimiser a few elementwise kernels. Once the gates are discrete the networks are sliced: forward and backward then
-run on the small networks, whose own compact rows are gathered from and scattered into the full ones.
+Row i holds every parameter of particle i, so the Stein direction and the optimiser are a few elementwise kernels. Once
+the gates are discrete the networks are sliced: forward and backward then run on the small networks, whose own compact
+rows are gathered from and scattered into the full ones.
 """
 
 from __future__ import annotations

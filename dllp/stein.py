@@ -2,7 +2,8 @@
 
 n particles are the rows of an (n, P) matrix. Columns fall into consecutive blocks with one kernel each:
 k(a, b) = exp(-|a - b|^2 / h). Pairs i < j are listed in the order (0,1), (0,2), ..., (1,2), ...
-Every reduction is deterministic, and the direction's temporaries are a few rows or strips, whatever n is.
+Every reduction is deterministic. The temporaries are a few rows, in :func:`direction` also where each coordinate has a
+kernel; :func:`pair_weights` then has as many rows as pairs.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ def median_bandwidth(sq_dists: Tensor) -> Tensor:
 
     For n = 2 the kernel is then 1/2 whatever the distance. Where the median is 0 (coinciding particles) h is 1:
     the kernel is 1 and the repulsion vanishes with the difference, so the direction stays finite. Close to that
-    point the repulsion grows as 1 / distance; with a kernel for each coordinate prefer a fixed h. One particle has no
-    pairs, and h is 1 as well.
+    point the repulsion grows as 1 / distance: see `reach` of :func:`pair_weights`. One particle has no pairs, and h is
+    1 as well.
     """
     count = sq_dists.shape[0]
     if not count:
@@ -165,13 +166,27 @@ def direction(
 
 
 def pair_weights(
-    particles: Tensor, *, num_data: float = 1, bandwidth: Bandwidth = "median", blocks: Blocks = None
-) -> tuple[Tensor, Tensor]:
-    """(n, P) -> k/n and 2k/(hNn), (pairs, B) each: how much each pair shares its scores, and how hard it repels."""
+    particles: Tensor, *, num_data: float = 1, bandwidth: Bandwidth = "median", blocks: Blocks = None,
+    reach: Tensor | float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(n, P) -> k/n and 2k/(hNn), (pairs, B) each: how much each pair shares its scores, and how hard it repels.
+
+    `reach` is a squared distance, of :func:`step_reach`: bandwidths see no pair closer than that.
+    """
     sq_dists = squared_distances(particles, blocks)
-    h = bandwidth_function(bandwidth)(sq_dists)
+    h = bandwidth_function(bandwidth)(sq_dists.clamp_min(reach))
     attraction = kernel(sq_dists, h) / len(particles)
     return attraction, attraction * (2 / num_data) / h
+
+
+def step_reach(rate: Tensor | float, particles: int, num_data: float) -> Tensor | float:
+    """Squared distance that one step of size `rate` along the repulsion covers from anywhere nearer: rate log n / N.
+
+    By the median rule the repulsion of two particles is log 2 / (2 N distance). Along its flow the squared distance
+    grows by 2 rate log 2 / N in such a step however near they are; an explicit step from nearer than that would throw
+    them apart, without bound where they nearly coincide, as in scalars and new norms in which all of them begin alike.
+    """
+    return rate * (math.log(particles) / num_data)
 
 
 def combine(

@@ -318,8 +318,10 @@ class Step:
         )  # fmt: skip
 
     def _pair_weights(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        c = self.config
-        return stein.pair_weights(rows, num_data=self.num_data, bandwidth=c.bandwidth, blocks=self.blocks)
+        c, n = self.config, self.num_data
+        rate = self.knobs[0] * (c.beta / (1 - c.momentum))  # what a gradient of one step adds up to
+        reach = stein.step_reach(rate, len(rows), n)
+        return stein.pair_weights(rows, num_data=n, bandwidth=c.bandwidth, blocks=self.blocks, reach=reach)
 
     def _direction(self, scores: Tensor, index: Tensor | None) -> Tensor:
         """Equation 14 for this process's rows, from everyone's rows and scores: one message."""

@@ -141,7 +141,7 @@ class Reference:
     def move(self, tasks: list[list[Tensor]], scores: list[list[Tensor]], lr: float, phase: str) -> None:
         """Equation 15 with Nesterov's momentum; weight decay where no prior acts."""
         c = self.config
-        phi = self.direction(scores)
+        phi = self.direction(scores, lr)
         for i, p in enumerate(self.p):
             for k, name in enumerate(p):
                 ruled = name in SCALES[c.granularity]
@@ -163,8 +163,8 @@ class Reference:
         pulls = torch.autograd.grad(energy, [p[name] for name in ruled])
         return {name: c.beta * self.strength / self.n * pull for name, pull in zip(ruled, pulls, strict=True)}
 
-    def direction(self, scores: list[list[Tensor]]) -> list[list[Tensor]]:
-        """Equation 14 in each block."""
+    def direction(self, scores: list[list[Tensor]], lr: float) -> list[list[Tensor]]:
+        """Equation 14 in each block; no bandwidth is of a distance that one step, summed up by momentum, covers."""
         names = list(self.p[0])
         shapes = [self.p[0][name].shape for name in names]
         x = torch.stack([torch.cat([p[name].flatten() for name in names]) for p in self.p])
@@ -174,7 +174,9 @@ class Reference:
             modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
             for name in names:
                 sizes[modules.index(name.rpartition(".")[0])] += self.p[0][name].numel()
-        rule = {"num_data": NUM_DATA, "rule": self.config.bandwidth}
+        c = self.config
+        reach = lr * c.beta / (1 - c.momentum) * math.log(self.n) / NUM_DATA
+        rule = {"num_data": NUM_DATA, "rule": c.bandwidth, "reach": reach}
         parts = [naive_direction(a, b, **rule) for a, b in zip(x.split(sizes, 1), s.split(sizes, 1), strict=True)]
         rows = torch.cat(parts, 1)
         return [

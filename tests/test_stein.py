@@ -113,6 +113,29 @@ def test_one_particle_has_no_pairs(bandwidth: stein.Bandwidth, blocks: stein.Blo
     assert torch.equal(stein.combine(x, s, *weights, None), s), "K = [1] and no repulsion"
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.integers(2, 6), st.floats(-12, 0), st.floats(1e-4, 1.0), st.sampled_from([None, "coordinate"]))
+def test_a_step_from_nowhere_goes_as_far_as_the_flow(n: int, power: float, rate: float, blocks: stein.Blocks) -> None:
+    """However near particles are, a step along the repulsion leaves them within a few times what its flow covers."""
+    num_data = 50.0
+    reach = float(stein.step_reach(rate, n, num_data))
+    x = normal(n, 5)
+    x = x / stein.squared_distances(x, blocks).sqrt().max() * math.sqrt(reach) * 10**power
+    weights = stein.pair_weights(x, num_data=num_data, blocks=blocks, reach=reach)
+    moved = x + rate * stein.combine(x, torch.zeros_like(x), *weights, None)
+    assert float(stein.squared_distances(moved, blocks).max()) <= 9 * reach
+
+
+@pytest.mark.parametrize("blocks", [None, LENGTHS, "coordinate"])
+def test_pairs_beyond_the_reach_are_as_without_it(blocks: stein.Blocks) -> None:
+    x = normal(4, 8)
+    reach = float(stein.squared_distances(x, blocks).min())
+    for a, b in zip(
+        stein.pair_weights(x, blocks=blocks), stein.pair_weights(x, blocks=blocks, reach=reach), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_papers_bandwidth_is_map_over_n_in_high_dimension(dtype: torch.dtype) -> None:
     # |x1 - x2|^2 is about 2 P: exp(-2 P / log 2) underflows, the particles no longer see each other.

@@ -32,6 +32,21 @@ def test_a_seed_fixes_the_run_bit_for_bit(granularity: str) -> None:
     assert not torch.equal(first.reference.state_dict()["0.weight"], other.reference.state_dict()["0.weight"])
 
 
+@pytest.mark.parametrize("blocks", ["module", "coordinate"])
+def test_particles_that_begin_alike_are_not_thrown_apart(blocks: str) -> None:
+    """A scalar has no spread to jitter: all particles begin at the same one, where the repulsion has no bound."""
+    moved: list[float] = []
+
+    def look(trainer: Trainer) -> None:
+        moved.extend(abs(net.get_parameter("1.weight").item() - 0.25) for net in trainer.particles.networks)
+
+    network = nn.Sequential(nn.Linear(6, 12), nn.PReLU(), nn.Linear(12, 3))
+    config = quick(epochs=4, lr=1e-3, momentum=0.9, keep_flops=0.9, blocks=blocks)
+    losses = dllp.prune(network, table(), config, on_step=look).history[-1]["loss"]
+    # one step of the flow goes sqrt(lr beta log 2 / (N (1 - momentum))) = 0.0027 far
+    assert max(moved) < 0.03 and max(losses) < 3
+
+
 @pytest.mark.parametrize("budget", ["keep_flops", "keep_params"])
 @pytest.mark.parametrize("granularity", ["channel", "weight"])
 def test_the_budget_is_met_and_the_ramp_followed(granularity: str, budget: str) -> None:
