@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from dllp.errors import ConfigError
@@ -17,13 +17,21 @@ def initialise(model: nn.Module) -> None:
 
     Convolutions get Kaiming normal weights (fan-out, ReLU) and zero biases, normalisations weight 1 and bias 0,
     every other module what its own `reset_parameters()` does. A module with parameters of its own that learn and no
-    such method cannot be re-initialised; nothing is changed then.
+    such method, or whose weight is computed from them, cannot be re-initialised; nothing is changed then.
     """
     for name, module in model.named_modules():
-        if any(p.requires_grad for p in module.parameters(recurse=False)) and _resetter(module) is None:
+        if not any(p.requires_grad for p in module.parameters(recurse=False)):
+            continue
+        what = f"module {name or 'the network itself'!r} ({type(module).__name__})"
+        if _resetter(module) is None:
             raise ConfigError(
-                f"module {name or 'the network itself'!r} ({type(module).__name__}) has parameters but no "
-                "reset_parameters(): give it one, or start from the given weights with init='given'"
+                f"{what} has parameters but no reset_parameters(): give it one, or start from the given weights with "
+                "init='given'"
+            )
+        if isinstance(getattr(module, "weight", None), Tensor) and "weight" not in module._parameters:
+            raise ConfigError(
+                f"the weight of {what} is computed from other parameters, which its reset_parameters() leaves as they "
+                "are: start from the given weights with init='given'"
             )
     frozen = [(p, p.clone()) for p in model.parameters() if not p.requires_grad]
     for module in model.modules():

@@ -110,8 +110,10 @@ def check_targets(model: nn.Module, batches: Source, config: Config, example: Te
     """Targets must fit the task and the network's outputs, in evaluation and in training."""
     task, head = config.task, int(config.noise == "input")
     if targets.is_floating_point() != (task == "regression"):
+        whole = task == "classification" and bool((targets == targets.round()).all())
         other = "regression" if task == "classification" else "classification"
-        raise DataError(f"task = {task} does not fit labels of type {targets.dtype}: use task = {other}")
+        besides = ", or give classes as integers (labels.long())" if whole else ""
+        raise DataError(f"task = {task} does not fit labels of type {targets.dtype}: use task = {other}{besides}")
     try:
         outputs = _outputs(model, example, training=False)
     except Exception as error:
@@ -119,6 +121,11 @@ def check_targets(model: nn.Module, batches: Source, config: Config, example: Te
     wanted = "one tensor of shape (batch, outputs)"
     if not isinstance(outputs, Tensor) or outputs.dim() < 2 or (task == "classification" and outputs.dim() > 2):
         raise StructureError(f"the network must return {wanted}, not {_described(outputs)}")
+    if len(outputs) != len(example):
+        raise StructureError(
+            f"a copy of the network gives {len(outputs)} answers to {len(example)} inputs: a hook or attribute of it "
+            "may refer to the original network, use self in its methods instead"
+        )
     try:
         pair = torch.cat([example, example])[:2]  # one example is another matter: see check_parts
         found = _outputs(model, pair, training=True)
@@ -139,6 +146,13 @@ def check_targets(model: nn.Module, batches: Source, config: Config, example: Te
             besides = " besides that for log d(x)" if head else ""
             raise DataError(
                 f"the network gives {found} outputs{besides} but the data has {wanted} targets: both must agree"
+            )
+        source = batches if isinstance(batches, LoaderBatches) else batches.data
+        given, own = ([size for size in shape if size > 1] for shape in (source.target_shape, outputs.shape[1:]))
+        if len(source.target_shape) > 1 and not head and given != own:
+            raise DataError(
+                f"targets of shape {source.target_shape} for outputs of shape {tuple(outputs.shape[1:])}: give them in "
+                "the order of the outputs"
             )
     elif isinstance(batches, LoaderBatches):
         batches.num_classes = outputs.shape[1] - head

@@ -37,6 +37,8 @@ def explained(x: Tensor, cut: bool) -> Iterator[None]:
         if cut:
             what = "cut network"
             why = "its forward goes another way than for the first examples: filter_fn can keep the layers there whole"
+        if len(x) == 1:
+            why += "; where it cannot learn from a single one, use drop_last=True or another batch size"
         raise StructureError(
             f"the {what} fails on a batch of shape {tuple(x.shape)} ({first_line(error)}): {why}"
         ) from error
@@ -73,6 +75,12 @@ def check_network(model: object) -> None:
         raise StructureError(f"the network is {kind}: give an instance of nn.Module")
     if any(isinstance(p, nn.UninitializedParameter) for p in model.parameters()):
         raise StructureError("the network has lazy layers: run it once on an example first")
+    for key, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise StructureError(
+                f"the network's state holds {key!r}, a {type(value).__name__}, and files hold tensors only: remove its "
+                "get_extra_state, or register a buffer instead"
+            )
     for name, module in model.named_modules():
         what = repr(name) if name else "the network"
         if isinstance(module, torch.jit.ScriptModule):

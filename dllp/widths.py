@@ -44,7 +44,9 @@ def fill(model: nn.Module, small: nn.Module, places: Mapping[str, Tensor]) -> No
     """Give what a recipe keeps of a network the weights and statistics of the network that was cut by it."""
     values = small.state_dict()
     for name, tensor in model.state_dict().items():
-        tensor.view(-1)[places[name]] = values[name].flatten().to(tensor.dtype)
+        flat = tensor.flatten()
+        flat[places[name]] = values[name].flatten().to(tensor.dtype)
+        tensor.copy_(flat.view_as(tensor))  # which may not be contiguous
 
 
 def widened(structure: Structure, keep: Tensor, multiple: int) -> Tensor:

@@ -29,6 +29,16 @@ def test_fresh_needs_modules_that_can_be_reset() -> None:
         dllp.prune(nn.Sequential(network(), Bare()), images(), config(init="fresh"))
 
 
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+@pytest.mark.filterwarnings("ignore")
+def test_fresh_needs_weights_of_their_own(norm: Any) -> None:
+    """Hooks compute them from parameters that no rule resets: all particles would begin as they were given."""
+    model = network()
+    norm(next(m for m in model.modules() if isinstance(m, nn.Conv2d)))
+    with pytest.raises(ConfigError, match=r"is computed from other parameters.*init='given'"):
+        dllp.prune(model, images(), config(init="fresh"))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("name", ["cuda", "cuda:3"])
 def test_a_device_that_is_not_there(name: str) -> None:
@@ -49,6 +59,8 @@ X, Y = torch.randn(12, 1, 6, 6), torch.arange(12) % 3
     [
         ((X, torch.full((12,), 3) - Y % 2), "out of range for 3 classes"),
         ((X, Y - 1), "negative"),
+        ((X, Y.float()), r"use task = regression, or give classes as integers"),
+        ((X, torch.rand(12)), r"use task = regression$"),
         ((X, torch.zeros(12, dtype=torch.long)), "one class only"),
         ((X, Y[:5]), "12 inputs but 5 labels"),
         ((X[:0], Y[:0]), "empty"),
@@ -142,6 +154,65 @@ def test_networks_that_cannot_be_pruned(model: nn.Module, changes: dict[str, Any
         dllp.prune(model, images(), config(**changes))
     assert "\n" not in str(caught.value)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+class OwnState(nn.Sequential):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+class Remembering(nn.Module):
+    """Its hook belongs to the network that made it, whatever copy it is called in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.kept = network(), {}
+        self.body.register_forward_hook(lambda module, inputs, output: self.kept.__setitem__("last", output))
+        self(images()[0][:1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.body(x)
+        return self.kept["last"]
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (OwnState(network()), "state holds '_extra_state', a dict, and files hold tensors only"),
+        (Remembering(), "a copy of the network gives 1 answers to 2 inputs"),
+    ],
+    ids=["state", "hook"],
+)
+def test_networks_that_cannot_be_stored_or_copied(model: nn.Module, words: str) -> None:
+    with pytest.raises(StructureError, match=words):
+        dllp.prune(model, images(), config())
+
+
+def test_one_output_for_two_classes() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 1))
+    with pytest.raises(DataError, match="it needs one for each, two at least"):
+        dllp.prune(model, (X, Y % 2), config())
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_targets_in_another_order_than_the_outputs(loaded: bool) -> None:
+    """As many numbers in another order would be learned scrambled; sides of length 1 order nothing."""
+    model = nn.Sequential(nn.Conv2d(1, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    maps = torch.randn(12, 2, 6, 3)
+
+    def run(y: Tensor) -> None:
+        pair = (X[..., :3], y)
+        data = DataLoader(TensorDataset(*pair), batch_size=4) if loaded else pair
+        dllp.prune(model, data, config(task="regression", epochs=1))
+
+    for y in (maps, maps.flatten(1), maps[:, None]):
+        run(y)
+    for y in (maps.permute(0, 2, 3, 1), maps.transpose(2, 3)):
+        with pytest.raises(DataError, match=r"targets of shape .* for outputs of shape \(2, 6, 3\)"):
+            run(y)
 
 
 @pytest.mark.parametrize("verb", [dllp.prune, dllp.train_dense])

@@ -19,7 +19,7 @@ from dllp.baselines import run as baseline
 from dllp.cli import main
 from dllp.errors import ConfigError, ExportError
 from dllp.structure import discover
-from dllp.widths import kept_units, padded, rounded
+from dllp.widths import fill, kept_units, padded, rounded
 from dllp.zoo import build
 
 SHAPE = (1, 8, 8)
@@ -150,6 +150,16 @@ def test_padding_knows_what_other_methods_did_after_the_cut(method: str, tmp_pat
     result = baseline.prune(find(method), network, data, config, finetune_epochs=int(method == "fpgm")).result
     done = export.export(result, tmp_path / "wide.pt2", SHAPE, format="pt2", pad_to=8)
     assert done.difference < 1e-5
+
+
+def test_padding_of_buffers_in_any_order_of_memory() -> None:
+    small, large = nn.BatchNorm1d(3), nn.BatchNorm1d(5)
+    large.register_buffer("mix", torch.zeros(2, 3).t())
+    small.register_buffer("mix", torch.arange(6.0).view(3, 2))
+    places = {name: torch.arange(value.numel()) for name, value in small.state_dict().items()}
+    fill(large, small, places)
+    assert torch.equal(large.state_dict()["mix"], small.state_dict()["mix"]) and not large.mix.is_contiguous()  # type: ignore[operator]
+    assert large.running_var is not None and large.running_var.tolist() == [1.0] * 5
 
 
 def test_rounding_keeps_the_budget(result: dllp.Result) -> None:

@@ -29,6 +29,7 @@ class ArrayData:
         y: (N,) int64 classes, or (N, K) float32 targets of a regression.
         mean, std: Normalisation for each channel (or column), in units of 0..1 for uint8 and of the data for floats.
         augment: What :class:`Batches` does to training images; evaluation never augments.
+        target_shape: Of one target of a regression as it was given: `y` has its numbers in a row.
     """
 
     x: Tensor
@@ -36,6 +37,7 @@ class ArrayData:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     augment: Augment = "none"
+    target_shape: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y):

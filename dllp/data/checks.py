@@ -29,12 +29,13 @@ def from_pair(
     Inputs are (N, C, H, W) or (N, F) and stay uint8 or become float32; with `integers` other integers become int64.
     Labels are settled by :func:`as_targets`.
     """
-    x, y = _tensor(x, "inputs"), as_targets(_tensor(y, "labels"))
+    x, given = _tensor(x, "inputs"), _tensor(y, "labels")
+    y = as_targets(given)
     if x.ndim < 2:
         raise DataError(f"inputs of shape {tuple(x.shape)}: give (examples, features) or (examples, channels, ...)")
     if x.dtype != torch.uint8:
         x = x.long() if integers and is_integer(x) else x.float()
-    data = ArrayData(x, y, mean, std, augment)
+    data = ArrayData(x, y, mean, std, augment, tuple(given.shape[1:]) if given.is_floating_point() else ())
     if learned:
         validate(data)
     return data
@@ -70,6 +71,8 @@ def check_labels(y: Tensor, num_classes: int | None = None, place: str = "the da
     low, high = (int(v) for v in y.aminmax())
     if low < 0:
         raise DataError(f"label {low} in {place} is negative: classes count from 0")
+    if num_classes == 1:
+        raise DataError(f"the network gives one output for the classes of {place}: it needs one for each, two at least")
     if num_classes is not None and high >= num_classes:
         raise DataError(f"label {high} in {place} is out of range for {num_classes} classes: use 0..{num_classes - 1}")
 

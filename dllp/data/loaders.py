@@ -54,6 +54,7 @@ class LoaderBatches:
         self.channels_last = channels_last
         self.num_classes = num_classes
         self.integers = integers
+        self.target_shape: tuple[int, ...] = ()  # of one target, as the last batch had it
         if loader.batch_sampler is None:  # the data set makes the batches itself, and its length counts those
             self.num_examples = self.steps * len(next(self.epoch(0))[0])
 
@@ -111,6 +112,7 @@ class LoaderBatches:
             x = x / 255
         x = x.long() if self.integers and is_integer(x) else x.float()
         check_finite(x, f"inputs of {place}")
+        self.target_shape = tuple(y.shape[1:])
         y = as_targets(y)
         if y.is_floating_point():
             check_finite(y, f"targets of {place}")
