@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -134,6 +135,18 @@ def test_verify_names_the_group_that_is_wrong() -> None:
     keep[[1, 9, 11]] = False
     with pytest.raises(StructureError, match=r"features\.2\.0"):
         verify(model, (first, bad), keep, networks.images())
+
+
+def test_outputs_that_are_no_numbers_are_no_proof() -> None:
+    """NaN compares as neither larger nor smaller: it must not pass for a difference of 0."""
+    model = networks.chain().double()
+    groups = discover(model, networks.images().double()).groups
+    with torch.no_grad():
+        model.fc.bias[0] = math.nan
+    keep = random_keep(groups, 0)
+    assert difference(model, groups, keep, (networks.images().double(),)) == math.inf
+    with pytest.raises(StructureError, match="differs from the gated one by inf"):
+        verify(model, groups, keep, networks.images())
 
 
 def test_wrong_number_of_units() -> None:
