@@ -83,6 +83,21 @@ def test_temperature_of_a_two_class_problem():
     assert metrics.fit_temperature(logits, torch.ones(4).long()) == pytest.approx(100)
 
 
+def test_temperature_is_measured_on_labels_that_it_was_not_fitted_to():
+    """One label in each half, logits (2, 0): as 0 asks for p = 3/4, at a cost of log 4 to 1, which asks for T = 100."""
+    logits, labels = torch.tensor([[2.0, 0.0]] * 2), torch.tensor([0, 1])
+    expected = (math.log(4) + math.log1p(math.exp(-2 / 100))) / 2
+    assert metrics.nll_after_temperature(logits, labels) == pytest.approx(expected)
+
+
+def test_logits_of_minus_infinity_stand_for_the_smallest_probability():
+    z = torch.tensor([[0.0, -math.inf, -1.0], [0.0, -2.0, -math.inf], [-1.0, 0.0, -3.0], [0.0, -math.inf, -4.0]])
+    y = torch.tensor([0, 0, 1, 1])
+    for function in (metrics.fit_temperature, metrics.nll_after_temperature):
+        found = function(z, y)
+        assert math.isfinite(found) and found == pytest.approx(function(z.clamp_min(math.log(metrics.SMALLEST)), y))
+
+
 @pytest.mark.parametrize("scale", [1.0, 5.0, 30.0])
 def test_temperature_of_nearly_error_free_data_stays_sound(scale):
     """Half of the data without any error must not make the other half's single error cost a fortune."""
@@ -154,6 +169,15 @@ def test_reliability_bins_add_up_to_the_calibration_error():
     assert sum(share * abs(c - a) for share, c, a in triples) == pytest.approx(wanted, rel=1e-12)
     sure = metrics.reliability(torch.tensor([[1.0, 0.0]]), torch.tensor([1]))
     assert sure == {"confidence": [1.0], "accuracy": [0.0], "share": [1.0]}
+
+
+def test_a_confidence_on_an_edge_belongs_to_the_bin_above():
+    """Exact edges, of halves and quarters: 1/2 lies with 0.6, and not with 0.4."""
+    p = torch.tensor([[0.5, 0.25, 0.25], [0.6, 0.2, 0.2], [0.4, 0.3, 0.3]], dtype=torch.float64)
+    for bins in (2, 4):
+        found = metrics.reliability(p, torch.tensor([0, 1, 0]), bins)
+        assert found["confidence"] == pytest.approx([0.4, 0.55]) and found["accuracy"] == pytest.approx([1.0, 0.5])
+        assert found["share"] == pytest.approx([1 / 3, 2 / 3])
 
 
 def test_the_risk_coverage_curve_has_the_area():
