@@ -61,6 +61,23 @@ def test_polarization_is_the_energy_of_equation_6() -> None:
     torch.testing.assert_close(prior.log_prob(gamma, t, a), kept - apart)
 
 
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_configuration_chooses_the_width_of_each_prior(name: str) -> None:
+    """prior_scale is b, the standard deviation or a, and 1 over the strength of Hoyer; polarization is t."""
+    width, t, w = 0.4, 1.3, normal(30).abs()
+    options = {"polarization": t} if name == "polarization" else {}
+    prior, parameters = priors.chosen(Config(prior=name, prior_scale=width, **options))  # type: ignore[arg-type]
+    l1, l2 = w.abs().sum(), w.square().sum()
+    energy = {
+        "laplace": l1 / width,
+        "gaussian": l2 / (2 * width**2),
+        "polarization": (t * l1 - (w - w.mean()).abs().sum()) / width,
+        "hoyer": l1**2 / l2 / width,
+    }[name]
+    constant = {"laplace": 30 * math.log(2 * width), "gaussian": 30 * math.log(width * math.sqrt(2 * math.pi))}
+    torch.testing.assert_close(prior.log_prob(w, *parameters).sum(), -energy - constant.get(name, 0.0))
+
+
 @pytest.mark.parametrize("name, parameters", [("laplace", (0.3,)), ("polarization", (1.2, 0.4)), ("hoyer", (2.0,))])
 def test_unit_scores_are_gradients_within_their_scope(name: str, parameters: tuple[float, ...]) -> None:
     prior, lengths = priors.PRIORS[name], (3, 5, 4)
