@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from dllp import evaluate, metrics, objective
 from dllp.cli import main
 from dllp.data import ArrayData
 from dllp.export import export
+from dllp.particles import Particles
 from dllp.posterior import Posterior
+from dllp.train import Trainer
 from dllp.zoo import build
 
 LOW, HIGH = 0.05, 0.5
@@ -179,6 +182,34 @@ def test_a_network_without_the_output_is_refused() -> None:
     network = nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 1))
     with pytest.raises(dllp.DataError, match="besides that for log d"):
         dllp.prune(network, (x, y), dllp.Config(task="regression", noise="input", epochs=1, device="cpu"))
+
+
+@pytest.mark.parametrize("scale", [0.01, 0.5, 30.0])
+def test_constant_noise_begins_at_the_targets_or_at_one(scale: float) -> None:
+    """At the mean square of large targets; what lies below 1 is near enough to begin there."""
+    begun: list[Tensor] = []
+    x, network = torch.randn(20, 4), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    y = scale * torch.randn(20, 2)
+    config = dllp.Config(task="regression", keep_flops=0.6, epochs=1, batch_size=20, lr=1e-6)
+    dllp.prune(network, (x, y), config, on_start=lambda trainer: begun.append(trainer.belief.noise().clone()))
+    expected = max(1.0, float(y.square().mean()))
+    assert begun[0].tolist() == pytest.approx([expected] * len(begun[0]), rel=1e-5)
+
+
+def test_every_output_of_a_regression_is_an_observation() -> None:
+    """N times the score is the gradient of all numbers' Gaussian log densities, where one batch holds them all."""
+    network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    x, y, log_d = torch.randn(10, 4).double(), torch.randn(10, 3).double(), 0.4
+    wanted = Normal(network(x), math.exp(-log_d)).log_prob(y).sum()
+    gradients = torch.autograd.grad(wanted, list(network.parameters()))
+    config = dllp.Config(task="regression", epochs=1, particles=1, device="cpu").resolved()
+    trainer = Trainer(Particles([network]), None, config, num_data=y.numel(), steps_per_epoch=1)
+    trainer.belief.log_d.fill_(log_d)
+    trainer.prepare(x)
+    trainer.step(x, y)
+    for (name, _), expected in zip(network.named_parameters(), gradients, strict=True):
+        segment = trainer.particles.layout.segments[name]
+        torch.testing.assert_close(y.numel() * segment.view(trainer.scores[0]), expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
