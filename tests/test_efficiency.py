@@ -113,6 +113,9 @@ def test_components_do_not_go_negative() -> None:
     perfect = torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])
     found = eff.estimate_components(perfect, torch.tensor([0]))
     assert (float(found.s2), float(found.a2), float(found.residual)) == (0, 0, 0)
+    around = torch.tensor([[[1.0]], [[3.0]]])  # members that miss by one each, on either side
+    found = eff.estimate_components(around, torch.tensor([[2.0]]))
+    assert (float(found.s2), float(found.a2), float(found.residual)) == (0, 2, 0), "not 0 - 2 / 2"
 
 
 def test_residual_is_the_maximum_likelihood_noise_of_equation_9() -> None:

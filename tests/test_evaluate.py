@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 import dllp
-from dllp import evaluate, metrics
+from dllp import efficiency, evaluate, metrics
+from dllp.bench.judged import judge
 from dllp.data import ArrayData, ood
 from dllp.data.corruptions import parse
 from dllp.posterior import Posterior
+from dllp.result import Size
 
 DISK = {"dense": 1000, "particle 1": 100, "particle 2": 200}
 
@@ -127,8 +129,29 @@ def test_estimation_efficiency_of_every_version(run: dllp.Result) -> None:
     for entry in found.efficiency:
         assert entry.one == pytest.approx(entry.s2 / (entry.s2 + entry.a2 + entry.b2), rel=1e-9)
         assert entry.together == pytest.approx(entry.s2 / (entry.s2 + entry.a2 / 2 + entry.b2), rel=1e-9)
+    worse = parse("noise:0.3")[0].apply_to(data)
+    here = efficiency.estimate_components(run.posterior.members(worse.inputs(slice(None))).double(), data.y)
+    assert noisy.a2 == pytest.approx(float(here.a2), rel=1e-6)
+    assert noisy.b2 > 0 and noisy.b2 == pytest.approx(float(here.s2) - clean.s2, rel=1e-6), "s2's, not the residual's"
     alone = replace(run, posterior=Posterior(run.posterior.networks[:1], torch.ones(1)), sizes=run.sizes[:1])
     assert evaluate.measure(alone, data).efficiency == []
+
+
+def test_certain_networks_that_are_always_right_are_fully_efficient() -> None:
+    """One rule for a run and for a table's figures: without any variance the bound is met."""
+
+    class Sure(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 200 * x
+
+    y = torch.tensor([0, 1, 2, 1])
+    x = torch.nn.functional.one_hot(y, 3).float()
+    posterior = Posterior([Sure(), Sure()], torch.ones(2))
+    run = dllp.Result(dllp.Config(), [], posterior, [], Size(1.0, 1), [Size(1.0, 1)] * 2, {}, {})
+    (found,) = evaluate.measure(run, dllp.data.from_pair(x, y)).efficiency
+    assert (found.s2, found.a2, found.b2, found.one, found.together) == (0, 0, 0, 1, 1)
+    figures = judge({"clean": posterior.members(x).double()}, y).together["clean"]
+    assert [figures[name] for name in ("s2", "a2", "b2", "efficiency")] == [0, 0, 0, 1]
 
 
 def test_inputs_from_elsewhere_are_told_apart(run: dllp.Result) -> None:
