@@ -96,6 +96,26 @@ def test_amoroso_finds_the_law_of_the_magnitudes(weights: np.ndarray, alpha: flo
         assert fixed.parameters["sigma"] == pytest.approx(1, rel=0.02), "scale = sqrt(2) sigma, equation 7"
 
 
+@pytest.mark.parametrize("power", [0.1, 8.0])
+def test_amoroso_finds_powers_far_from_two(power: float) -> None:
+    """Weibull magnitudes have alpha = 1; powers are looked for from 0.05 to 20."""
+    magnitudes = np.random.default_rng(0).weibull(power, size=20_000)
+    found = distribution.amoroso(magnitudes)
+    assert found.parameters["power"] == pytest.approx(power, rel=0.15)
+    assert found.parameters["alpha"] == pytest.approx(1, rel=0.25)
+    true = float(scipy.stats.weibull_min(power).logpdf(magnitudes).mean())
+    assert found.log_likelihood >= true - 1e-9, "a maximum is not below the true law"
+
+
+@pytest.mark.parametrize("spread", [1e-7, 1e-10, 1e-14])
+def test_nearly_equal_magnitudes_have_a_law_too(spread: float) -> None:
+    """What Jensen's inequality leaves of them is below rounding, and may come out as 0 or negative."""
+    for seed in range(5):
+        x = 1 + spread * np.random.default_rng(seed).random(2000)
+        for fit in (distribution.amoroso(x), distribution.amoroso(x, power=2.0)):
+            assert all(math.isfinite(value) for value in (*fit.parameters.values(), fit.log_likelihood, fit.ks))
+
+
 def test_pareto_is_its_closed_form() -> None:
     x = np.array([1.0, 2.0, 4.0, 8.0])
     found = distribution.pareto(x)
@@ -126,6 +146,23 @@ def test_generalised_pareto_is_never_below_the_pareto_law_that_it_contains(
     x = np.abs(random.normal(size=2000)) * np.where(random.random(2000) < share, small, 1.0)
     contained = distribution.pareto(x).log_likelihood
     assert distribution.generalised_pareto(x).log_likelihood >= contained - 1e-6 * abs(contained)
+
+
+@given(bend=st.floats(0.05, 0.9), seed=st.integers(0, 99))
+@settings(max_examples=15, deadline=None)
+def test_generalised_pareto_stops_at_the_uniform_law(bend: float, seed: int) -> None:
+    """Below shape -1 the density grows without bound towards its end, and the likelihood has no maximum."""
+    x = 1 + np.random.default_rng(seed).random(1000) ** bend  # more of them, the nearer to the end
+    found = distribution.generalised_pareto(x)
+    assert -1 - 1e-6 <= found.parameters["shape"] < -0.5
+    end = found.parameters["threshold"] - found.parameters["scale"] / found.parameters["shape"]
+    assert end >= x.max() and math.isfinite(found.log_likelihood)
+
+
+def test_standardised_weights_keep_their_zero() -> None:
+    w = np.concatenate([np.zeros(10), 3 + 0.1 * GAUSSIAN[:100]])
+    np.testing.assert_allclose(distribution.standardised(w) * w.std(), w)
+    assert distribution.standardised(w).std() == pytest.approx(1)
 
 
 def test_pooling_standardises_each_layer() -> None:
