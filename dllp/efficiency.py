@@ -81,13 +81,13 @@ def four_cases(s2: Number, a2: Number, b2: Number, n: int = 1) -> dict[str, Numb
 
 @dataclass(frozen=True)
 class Components:
-    """Variances estimated from a labelled data set, for one class probability, as scalar tensors.
+    """Variances estimated from a labelled data set, for one class or output, as scalar tensors.
 
     Args:
         s2: Observation noise, what would remain with infinitely many particles.
         a2: Model variance, the spread of one particle.
         residual: Noise around the mean prediction as observed, Brier/C = 1/d^2 with d fitted by maximum likelihood
-            (equation 9); s2 + a2/n, and the argument of :func:`data_noise`.
+            (equation 9): s2 + a2/n, or at most a2/n where s2 is 0.
     """
 
     s2: Tensor
@@ -122,6 +122,11 @@ def estimate_components(members: Tensor, targets: Tensor) -> Components:
     residual = (wanted.to(members.dtype) - members.mean(0)).square().mean()
     a2 = members.var(0, correction=1).mean()
     return Components(s2=(residual - a2 / n).clamp_min(0), a2=a2, residual=residual)
+
+
+def variances(here: Components, clean: Components) -> tuple[Number, Number, Number]:
+    """s2, a2 and b2 of one version of the data: the observation noise is that of clean data, what it grows by is b2."""
+    return clean.s2, here.a2, data_noise(here.s2, clean.s2)
 
 
 def data_noise(noise_on_corrupted: Number, noise_on_clean: Number) -> Number:

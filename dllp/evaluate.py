@@ -49,7 +49,7 @@ class Efficiency:
     Attributes:
         data: As in :class:`Row`.
         s2, a2, b2: Observation noise (of the clean data), model variance, and the noise that a corruption adds.
-        one, together: e of one network, a point estimate, and of all n particles; None where there is no variance.
+        one, together: e of one network, a point estimate, and of all n particles; 1 where there is no variance.
         particles: n.
     """
 
@@ -57,8 +57,8 @@ class Efficiency:
     s2: float
     a2: float
     b2: float
-    one: float | None
-    together: float | None
+    one: float
+    together: float
     particles: int
 
 
@@ -301,7 +301,6 @@ def _separation(outside: Mapping[str, Tensor], inside: Mapping[str, Tensor]) -> 
 
 
 def _efficiency(name: str, clean: efficiency.Components, here: efficiency.Components, n: int) -> Efficiency:
-    """The observation noise is that of clean data; what s2 grows by here is the noise of the corruption."""
-    s2, a2, b2 = float(clean.s2), float(here.a2), float(efficiency.data_noise(here.s2, clean.s2))
-    one, together = (float(efficiency.efficiency(s2, a2, b2, count)) if s2 + a2 + b2 > 0 else None for count in (1, n))
+    s2, a2, b2 = map(float, efficiency.variances(here, clean))
+    one, together = (float(efficiency.efficiency(s2, a2, b2, count)) for count in (1, n))
     return Efficiency(name, s2, a2, b2, one, together, n)

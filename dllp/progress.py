@@ -202,7 +202,7 @@ def render_efficiency(rows: Sequence[Efficiency]) -> Table:
     n = rows[0].particles
     table = _section("estimation efficiency e = s2 / (s2 + a2/n + b2)", "data", "s2", "a2", "b2", "n = 1", f"n = {n}")
     for row in rows:
-        shares = ["-" if e is None else f"{100 * e:.1f}%" for e in (row.one, row.together)]
+        shares = [f"{100 * e:.1f}%" for e in (row.one, row.together)]
         table.add_row(row.data, f"{row.s2:.5f}", f"{row.a2:.5f}", f"{row.b2:.5f}", *shares)
     return table
 

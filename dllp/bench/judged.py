@@ -69,10 +69,8 @@ def _figures(versions: Versions, labels: Tensor) -> Figures:
             continue
         figures[name] = classified(members, labels)
         if base is not None:
-            here = efficiency.estimate_components(members, labels)
-            b2 = efficiency.data_noise(here.s2, base.s2)
-            e = efficiency.efficiency(base.s2, here.a2, b2, len(clean))
-            parts = {"s2": base.s2, "a2": here.a2, "b2": b2, "efficiency": e}
+            s2, a2, b2 = efficiency.variances(efficiency.estimate_components(members, labels), base)
+            parts = {"s2": s2, "a2": a2, "b2": b2, "efficiency": efficiency.efficiency(s2, a2, b2, len(clean))}
             figures[name] |= {key: float(value) for key, value in parts.items()}
     return figures
 
