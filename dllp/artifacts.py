@@ -1,12 +1,13 @@
-"""Run folders: JSON and safetensors, never pickle. The only file that knows the disk format.
+"""The files of a finished run, JSON and safetensors, never pickle: how they are read, checked and written.
 
     run.json                  format, configuration, recipe of each particle, costs, history; written last
     gates.safetensors         gate logits, decisions, slab precisions, noise
     particle-K.safetensors    M_p of particle K; single pruned weights are stored as positions and values
     reference-K.safetensors   M_0 of particle K
 
-The folder is written under a temporary name and renamed, and so is every file: what has the name is whole. Tensors
-carry a checksum in their file's header: what a disk or a copy changed later is told.
+Every file is written under a temporary name and renamed: what has the name is whole. So is the folder of a result that
+is saved; that of `dllp prune` is whole once run.json is there (see :mod:`dllp.runs`). Tensors carry a checksum in their
+file's header: what a disk or a copy changed later is told.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from dllp import reading, writing
 from dllp.errors import ArtifactError
+from dllp.train import EpochRecord
 
 FORMAT = 1
 RUN = "run.json"
@@ -201,6 +203,9 @@ def read_run(folder: Path) -> dict[str, Any]:
         if name not in run or not fits(run[name]):
             raise ArtifactError(f"{path}: {name!r} is missing or is not {wanted}")
     reading.check_settings(run["config"], f"{path}, 'config'")
+    if any(len(counts) != len(run["recipes"]) + 1 or counts[-1] < 1 for counts in run["widths"].values()):
+        raise ArtifactError(f"{path}: 'widths' has not one count for each particle and one before")
+    reading.records(EpochRecord, run["history"], path)
     return run
 
 

@@ -1,7 +1,7 @@
 """Files that strangers may have written: every size is known, and small enough, before memory is taken for it.
 
-Bytes of plain files only, strict JSON, and the header of a safetensors file. Whatever is wrong becomes one line that
-names the file and the field. SECURITY.md states the limits; nothing here runs what a file holds.
+Bytes of plain files only, strict JSON and records in it, and the header of a safetensors file. Whatever is wrong is one
+line that names the file and the field. SECURITY.md states the limits; nothing here runs what a file holds.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import stat
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from types import UnionType
+from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from dllp.errors import ArtifactError, ConfigError, DllpError
 
+T = TypeVar("T")
 CAP_VARIABLE = "DLLP_MAX_BYTES"
 CAP = 2**34
 """Most bytes that one file may make us hold, whatever it declares; $DLLP_MAX_BYTES overrides it."""
@@ -211,6 +213,45 @@ def check_settings(values: Any, place: object, kind: type[DllpError] = ArtifactE
             if not fits:
                 raise kind(f"{place}: {name} must be a number, a word, or a short list of them")
     return values
+
+
+# ---- records
+
+
+def records(cls: type[T], values: Any, path: Path, drop: tuple[str, ...] = ()) -> list[T]:
+    """A list of records without the fields in `drop`, or an ArtifactError that names the file and the field."""
+    if not isinstance(values, list):
+        raise ArtifactError(f"{path}: a list of records is needed")
+    return [_record(cls, value, path, drop) for value in values]
+
+
+def _record(cls: type[T], value: Any, path: Path, drop: tuple[str, ...]) -> T:
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{path}: a record is no mapping")
+    try:
+        made = cls(**{name: part for name, part in value.items() if name not in drop})
+    except TypeError as error:
+        raise ArtifactError(f"{path}: a record is not of this version ({error})") from None
+    for name, hint in get_type_hints(cls).items():
+        if not fits(getattr(made, name), hint):
+            raise ArtifactError(f"{path}: {name!r} of a record is of the wrong kind")
+    return made
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a JSON value has an annotated type; whole numbers are floats too, and every number is finite."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is UnionType:
+        return any(fits(value, part) for part in inner)
+    if origin is Literal:
+        return value in inner
+    if origin is list:
+        return isinstance(value, list) and all(fits(part, inner[0]) for part in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(isinstance(k, str) and fits(v, inner[1]) for k, v in value.items())
+    if hint is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is hint
 
 
 # ---- safetensors

@@ -126,6 +126,11 @@ def test_a_missing_field_is_an_error(folder: Path, field: str) -> None:
         ("recipes", [{"0": {"out": [99]}}] * 2),
         ("recipes", [{}] * 5),
         ("recipes", []),
+        ("widths", {"a": []}),
+        ("widths", {"a": [3]}),
+        ("widths", {"a": [3, 3, 0]}),
+        ("history", [{"loss": "x"}]),
+        ("history", [{"epoch": 1, "phase": "soft"}]),
     ],
 )
 def test_fields_of_the_wrong_kind_are_errors_of_the_run(folder: Path, field: str, value: Any) -> None:

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dllp
-from dllp import artifacts
+from dllp import artifacts, reading
 from dllp.cli import main
 from dllp.errors import ArtifactError
-from dllp.report import contents, records, weights
+from dllp.report import contents, weights
 from dllp.train import EpochRecord
 from dllp.zoo import build
 from tests.commands import npy, one_line, settle
@@ -80,11 +80,11 @@ def test_the_largest_weights_are_drawn() -> None:
     )
 )
 def test_whatever_fits_is_of_its_kind(value: Any) -> None:
-    if records.fits(value, list[float]):
+    if reading.fits(value, list[float]):
         assert isinstance(value, list) and all(type(v) in (int, float) and math.isfinite(v) for v in value)
-    if records.fits(value, float | None):
+    if reading.fits(value, float | None):
         assert value is None or math.isfinite(value)
-    assert records.fits(value, bool) == isinstance(value, bool)
+    assert reading.fits(value, bool) == isinstance(value, bool)
 
 
 def test_records_know_their_fields(run: Path) -> None:

@@ -12,7 +12,6 @@ from dllp.evaluate import CLEAN, DENSE, TOGETHER, Row
 from dllp.examples import Examples
 from dllp.report.gallery import Picture
 from dllp.report.names import plain
-from dllp.report.records import records
 from dllp.result import Size
 from dllp.speed import LayerTime
 from dllp.speed import Row as SpeedRow
@@ -88,8 +87,6 @@ def read(folder: Path) -> Run:
     """A finished run's folder; files that a run made from Python lacks are left out."""
     run = artifacts.read_run(folder)
     place = folder / artifacts.RUN
-    if any(len(counts) != len(run["recipes"]) + 1 or counts[-1] < 1 for counts in run["widths"].values()):
-        raise ArtifactError(f"{place}: 'widths' has not one count for each particle and one before")
     stored = speed(folder)
     return Run(
         name=plain(folder.resolve().name),
@@ -102,7 +99,7 @@ def read(folder: Path) -> Run:
         gated=run["gated"],
         widths=run["widths"],
         whole=run["whole"],
-        history=records(EpochRecord, run["history"], place),
+        history=reading.records(EpochRecord, run["history"], place),
         dense_history=_log(folder),
         rows=_rows(folder),
         examples=examples.read(folder),
@@ -115,7 +112,7 @@ def rows(path: Path) -> list[Row]:
     if not path.exists():
         return []
     found = artifacts.read_json(artifacts.member(path.parent, path.name))
-    return records(Row, found.get("rows") if isinstance(found, dict) else None, path)
+    return reading.records(Row, found.get("rows") if isinstance(found, dict) else None, path)
 
 
 def _rows(folder: Path) -> list[Row]:
@@ -133,10 +130,12 @@ def speed(folder: Path) -> Speed | None:
     found = artifacts.read_json(artifacts.member(folder, artifacts.SPEED))
     if not isinstance(found, dict):
         raise ArtifactError(f"{path} holds no measurement: make it again with dllp speed")
-    measured = records(SpeedRow, found.get("rows"), path, drop=("throughput",))
+    measured = reading.records(SpeedRow, found.get("rows"), path, drop=("throughput",))
     if any(row.median <= 0 or row.macs < 0 for row in measured):
         raise ArtifactError(f"{path}: a time is not positive: make it again with dllp speed")
-    return Speed(measured, records(LayerTime, found.get("layers"), path, drop=("lost_ms",)), "measured by dllp speed")
+    return Speed(
+        measured, reading.records(LayerTime, found.get("layers"), path, drop=("lost_ms",)), "measured by dllp speed"
+    )
 
 
 def _log(folder: Path) -> list[EpochRecord]:
@@ -147,4 +146,4 @@ def _log(folder: Path) -> list[EpochRecord]:
     lines = reading.read_bytes(artifacts.member(folder, artifacts.LOG), reading.JSON_BYTES).splitlines()
     values = [reading.parse_json(line, path) for line in lines]
     chosen = [value for value in values if isinstance(value, dict) and value.get("training") == "dense"]
-    return records(EpochRecord, chosen, path, drop=("training",))
+    return reading.records(EpochRecord, chosen, path, drop=("training",))
