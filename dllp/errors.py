@@ -58,7 +58,13 @@ class ArtifactError(DllpError):
 
 
 class NumericsError(DllpError):
-    """A number broke: NaN or infinity; names the step, the tensor, the particle and the layer."""
+    """A number broke: NaN or infinity; names the step, the tensor, the particle and the layer.
+
+    Attributes:
+        in_data: Whether it stood in the data already: no other learning rate helps.
+    """
+
+    in_data = False
 
 
 class ExportError(DllpError):

@@ -12,13 +12,17 @@ if TYPE_CHECKING:
     from dllp.train import Trainer
 
 
+def in_data(trainer: Trainer, x: Tensor, y: Tensor) -> str:
+    """What is not finite in a batch; empty where nothing is. All processes of a run come here together."""
+    return _first(trainer, _in_data(x, y))
+
+
 def diagnose(trainer: Trainer, x: Tensor, y: Tensor) -> str:
     """Run a step of an unhealthy trainer once more and name what is not finite; empty where nothing is.
 
     All processes of a run come here together, and return what the first of them finds that finds something.
     """
-    texts = trainer.place.everyone.texts
-    trouble = next(filter(None, texts(_in_data(x, y) or find(trainer))), "")
+    trouble = _first(trainer, find(trainer))
     if trouble:
         return trouble
     before = trainer.statistics.clone()
@@ -26,7 +30,12 @@ def diagnose(trainer: Trainer, x: Tensor, y: Tensor) -> str:
     trainer.step(x, y)
     losses = trainer.statistics[0].clone()
     trainer.statistics.copy_(before)
-    return next(filter(None, texts(_in_step(trainer, losses))), "")
+    return _first(trainer, _in_step(trainer, losses))
+
+
+def _first(trainer: Trainer, text: str) -> str:
+    """The first text of all processes that says something."""
+    return next(filter(None, trainer.place.everyone.texts(text)), "")
 
 
 def _in_data(x: Tensor, y: Tensor) -> str:

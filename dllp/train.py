@@ -152,16 +152,21 @@ class Trainer(Step):
             self.best, self.waited = (loss, 0) if loss < self.best else (self.best, self.waited + 1)
 
     def check_health(self) -> None:
-        """Raise if a number broke in a recent step: the step is run once more, changing nothing, to see which."""
+        """Raise if a number broke in a recent step: the step is run once more to see which.
+
+        That moves no weight; statistics of batch norms and what is learned beside the weights may move, in a run that
+        ends here or goes back to its last checkpoint.
+        """
         if not bool(self.healthy):
             for step, x, y in self.recent:
-                trouble = health.diagnose(self, x, y)
+                data = health.in_data(self, x, y)
+                trouble = data or health.diagnose(self, x, y)
                 if trouble:
-                    raise self.broken(trouble, step + 1)
+                    raise self.broken(trouble, step + 1, in_data=bool(data))
             raise self.broken("NaN or infinity", self.step_index)
         self.recent.clear()
 
-    def broken(self, trouble: str, step: int) -> NumericsError:
+    def broken(self, trouble: str, step: int, *, in_data: bool = False) -> NumericsError:
         """The error that names what broke, when, and the way out."""
         other = ", or use on_nan = rollback" if self.config.on_nan == "stop" else ""
         wider = "" if self.config.prior == SPIKE_AND_SLAB else f", raise prior_scale (now {self.config.prior_scale:g})"
@@ -169,7 +174,7 @@ class Trainer(Step):
             f"{trouble} at step {step} (epoch {(step - 1) // self.steps_per_epoch + 1}): lower lr "
             f"(now {self.config.lr * self.lr_scale:g}){wider}{other}"
         )
-        error.told = not self.place.first
+        error.told, error.in_data = not self.place.first, in_data
         return error
 
     def apply_decisions(self, gating: ChannelGating | WeightGating, keep: Tensor) -> None:

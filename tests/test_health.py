@@ -101,8 +101,22 @@ def test_data_that_breaks_is_named() -> None:
         dllp.prune(network(), (x, y), config())
     run: list[Trainer] = []
     dllp.prune(network(), table(), config(epochs=1), on_start=run.append)
-    assert health.diagnose(run[0], x, y) == "NaN or infinity in the data (inputs)"
-    assert "targets" in health.diagnose(run[0], table()[0], torch.full((40, 1), torch.inf))
+    assert health.in_data(run[0], x, y) == "NaN or infinity in the data (inputs)"
+    assert "targets" in health.in_data(run[0], table()[0], torch.full((40, 1), torch.inf))
+    assert health.in_data(run[0], *table()) == ""
+
+
+def test_a_lower_rate_is_not_tried_where_the_data_broke() -> None:
+    starts: list[Trainer] = []
+
+    def spoil(trainer: Trainer) -> None:
+        starts.append(trainer)
+        own = trainer.place.shard
+        trainer.place.shard = lambda x, y: own(x * torch.nan if trainer.step_index == 2 else x, y)
+
+    with pytest.raises(NumericsError, match=r"in the data \(inputs\) at step 3") as caught:
+        dllp.prune(network(), table(), config(on_nan="rollback"), on_start=spoil)
+    assert caught.value.in_data and len(starts) == 1
 
 
 def test_a_healthy_run_has_nothing_to_tell() -> None:
