@@ -1,7 +1,7 @@
 """What is learned beside the weights: gates, slab precisions, the likelihood's noise, and the budget's multiplier.
 
-They follow the plain gradient of the objective (equation 12's min-max read as empirical Bayes); every gradient but the
-budget's is in closed form.
+They follow the plain gradient of the objective (equation 12's min-max read as empirical Bayes): the priors' and the
+noise's in closed form, the loss's in the gates and the budget's by a backward pass.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from dllp import gates, objective, priors
 from dllp.config import SPIKE_AND_SLAB, Config
 from dllp.errors import DllpError, NumericsError
-from dllp.gating import Budget, ChannelGating, WeightGating
+from dllp.gating import ChannelGating, WeightGating
 from dllp.parallel import Place
 
 BINS = 10
@@ -48,10 +48,11 @@ class Belief:
         groups = [{"params": [value], "lr": lr} for value, lr in zip(self.learned, rates, strict=True)]
         self.adam = torch.optim.Adam(groups, capturable=device.type == "cuda")
         self.generator = torch.Generator(device).manual_seed(config.seed)
-        self.budget: Budget = "params" if config.keep_params is not None else "flops"
-        self.target = config.keep_params if config.keep_params is not None else config.keep_flops
+        self.budget, self.target = config.budget
         self.spike = float(config.epsilon or 0)
         self.other = None if config.prior == SPIKE_AND_SLAB else priors.chosen(config)
+        # scales, logits, slab and spike: `prior_pulls` of a step sets them, `gate_gradient` reads them; not of others
+        self.prior: tuple[Tensor, Tensor, Tensor, float] | None = None
         gated = units if config.prior_strength == "tempered" else 1
         self.strength = 1 / max(num_data, gated)
         # the prior pushes a gate by beta / N, the budget by about 1 / U: it must be able to hold against it
@@ -87,10 +88,10 @@ class Belief:
             scores = prior.unit_scores(scales.of(rows), scales.lengths, *parameters)
             pull = self.strength * scales.pulls(rows, scores)
             return pull, torch.zeros_like(pull)
-        self.prior = (scales.of(rows), self.logits, scales.spread(self.log_slab).exp(), self.spike)
-        slab_gradient = scales.module_sums(priors.log_slab_score(*self.prior))
+        self.prior = here = (scales.of(rows), self.logits, scales.spread(self.log_slab).exp(), self.spike)
+        slab_gradient = scales.module_sums(priors.log_slab_score(*here))
         self.d_slab.copy_(slab_gradient).mul_(-self.config.beta * self.strength)
-        slab, spike = priors.precision_parts(*self.prior)
+        slab, spike = priors.precision_parts(*here)
         return self.strength * slab / scales.count, self.strength * spike / scales.count
 
     def shrinkage(self, rows: Tensor) -> tuple[Tensor, float]:
@@ -120,7 +121,7 @@ class Belief:
     def gate_gradient(self, z: Tensor, through: Tensor, temperature: Tensor, ramp: Tensor) -> None:
         """Set the logits' gradient from the loss's gradient in the sampled gates (n, U), the prior and the budget."""
         self.logits.grad = self.d_logits
-        prior = priors.gate_score(*self.prior) if self.other is None else torch.zeros_like(z)
+        prior = torch.zeros_like(z) if self.prior is None else priors.gate_score(*self.prior)
         energy = self._budget_gradient(ramp)
         self.d_logits.copy_(through * z * (1 - z) / temperature - self.config.beta * self.strength * prior + energy)
         if self.target is not None:
@@ -176,11 +177,16 @@ class Belief:
         self.logits.grad = self.log_slab.grad = None
         self.keep = keep
 
+    @property
+    def theta(self) -> Tensor:
+        """(n, U): probabilities of the gates, 0 or 1 once they are discrete."""
+        return self.logits.sigmoid() if self.keep is None else self.keep.to(self.logits.dtype)
+
     def cost(self) -> Tensor:
         """(n,) expected (soft) or true (discrete) cost over the dense cost."""
         if self.gating is None:
             return torch.ones_like(self.log_d)
-        return self._fraction(self.logits.sigmoid() if self.keep is None else self.keep.to(self.logits.dtype))
+        return self._fraction(self.theta)
 
     def undecided(self) -> Tensor:
         """(n,) share of gates whose probability is neither below 5% nor above 95%."""
@@ -192,7 +198,7 @@ class Belief:
         """(modules, BINS): how many gates of each module have a probability in each part, all particles together."""
         if self.gating is None:
             return []
-        theta = self.logits.sigmoid() if self.keep is None else self.keep.to(self.logits.dtype)
+        theta = self.theta
         # sums of booleans are whole numbers and deterministic; a histogram on CUDA is not
         parts = [self.gating.scales.module_sums(theta < (k + 1) / BINS).sum(0) for k in range(BINS - 1)]
         total = self.gating.scales.module_sums(torch.ones_like(theta, dtype=torch.bool)).sum(0)

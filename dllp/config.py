@@ -1,6 +1,7 @@
 """The configuration of a run: the one place where a default stands.
 
-Section numbers refer to docs/method. ``None`` means "by granularity"; :meth:`Config.resolved` fills it in.
+Section numbers refer to docs/method. ``None`` means "by granularity", of `likelihood` "by task", and
+:meth:`Config.resolved` fills it in; of `keep_flops` and `keep_params` it means no budget.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dllp.errors import ConfigError
 
 T = TypeVar("T")
 Granularity = Literal["channel", "weight"]
+Budget = Literal["flops", "params"]
 SPIKE_AND_SLAB = "spike_and_slab"
 MOST_PARTICLES = 4096
 LARGEST = 3.4028234663852886e38
@@ -101,7 +103,7 @@ class Config:
             with the slab that each module has learned, instead of by `weight_decay`.
         prior_strength: `bayes` weighs the prior by 1/N, `tempered` by 1/max(N, gated weights).
         sparsity: Without a budget: strength of the hyperprior -sparsity * cost/dense on the gates.
-        lr: Peak learning rate; `lr_end` closes the cosine, after `warmup` epochs of linear rise.
+        lr: Peak learning rate; `lr_end` closes the cosine, after `warmup` epochs of linear rise, half the run at most.
         momentum: Nesterov momentum.
         weight_decay: Shrinkage of whatever the prior does not shrink.
         lr_gates: Adam's rate for gate logits; `lr_scales` is its rate for slab precisions and d.
@@ -215,6 +217,11 @@ class Config:
             raise ConfigError(f"mean_weight = {self.mean_weight} is for classification: leave it out")
         if self.epsilon is not None and self.epsilon <= self.slab:
             raise ConfigError(f"epsilon = {self.epsilon} must exceed slab = {self.slab}: the spike is the narrow part")
+        if self.slab_bounds is not None and self.slab_bounds[1] > self._spike:
+            raise ConfigError(
+                f"slab_bounds = {self.slab_bounds} end beyond epsilon = {self._spike:g}: the spike is the narrow part, "
+                "lower the upper bound or raise epsilon"
+            )
         if not 0 <= self.open_until <= self.ramp_until <= self.discrete_at <= 1:
             raise ConfigError("the schedule must satisfy 0 <= open_until <= ramp_until <= discrete_at <= 1")
         if isinstance(self.bandwidth, (int, float)) and not 0 < self.bandwidth < math.inf:
@@ -237,6 +244,16 @@ class Config:
         if self.slab_decay and self.prior != SPIKE_AND_SLAB:
             raise ConfigError(f"slab_decay = true needs a slab: prior = {self.prior} has none, leave one of both out")
 
+    @property
+    def budget(self) -> tuple[Budget, float | None]:
+        """What is counted, and the fraction of it to keep; None where nothing is asked for."""
+        return ("flops", self.keep_flops) if self.keep_params is None else ("params", self.keep_params)
+
+    @property
+    def _spike(self) -> float:
+        """`epsilon`, or its default."""
+        return self.epsilon or (100.0 if self.granularity == "channel" else 300.0)
+
     def outputs(self, wanted: int) -> int:
         """Outputs that a network needs for so many classes or targets."""
         return wanted + (self.noise == "input")
@@ -244,7 +261,7 @@ class Config:
     def resolved(self) -> Config:
         """The same configuration with every `None` that depends on task or granularity filled in."""
         channel = self.granularity == "channel"
-        epsilon = self.epsilon or (100.0 if channel else 300.0)
+        epsilon = self._spike
         low, high = (0.3, 30.0) if channel else (1.0, 200.0)
         # around a slab that was chosen, and never beyond the spike: the slab is the wide part
         bounds = min(low, self.slab), min(max(high, self.slab), epsilon)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dllp.config import Config
 from dllp.train import Trainer
 
 PAUSE = 0.5
@@ -47,7 +48,7 @@ class Live:
         epoch = min(done // trainer.steps_per_epoch + 1, epochs)
         parts = [f"epoch {epoch}/{epochs}", f"{rate:.1f} steps/s", f"{(total - done) / rate:.0f} s left"]
         if trainer.history:
-            record, target = trainer.history[-1], trainer.config.keep_params or trainer.config.keep_flops
+            record, target = trainer.history[-1], trainer.config.budget[1]
             goal = f" (target {target:g})" if target is not None else ""
             parts += [f"loss {_mean(record.loss):.4f}", f"cost {_mean(record.cost):.3f}{goal}"]
         self.handle.update(self.html(self._markup(done, total, " · ".join(parts))))
@@ -57,14 +58,14 @@ class Live:
 
 
 def summary(
-    config: Mapping[str, Any], dense: Mapping[str, Any], sizes: Sequence[Mapping[str, Any]],
+    config: Config, dense: Mapping[str, Any], sizes: Sequence[Mapping[str, Any]],
     widths: Mapping[str, Sequence[int]], history: Sequence[Mapping[str, Any]],
 ) -> str:  # fmt: skip
     """A result as HTML: what each particle costs, and what is left of each layer."""
     n = len(sizes)
-    budget = config.get("keep_params") or config.get("keep_flops")
-    what = "parameters" if config.get("keep_params") else "FLOPs"
-    asked = f", asked to keep {100 * budget:g}% of the {what}" if budget else ""
+    counted, keep = config.budget
+    what = "parameters" if counted == "params" else "FLOPs"
+    asked = f", asked to keep {100 * keep:g}% of the {what}" if keep is not None else ""
     head = f"<b>dllp</b>: {n} pruned network{'s' * (n > 1)}{asked}"
     if history and history[-1].get("loss"):
         head += f"; loss {_mean(history[-1]['loss']):.4f} after {len(history)} epochs"

@@ -252,7 +252,7 @@ class _Pruning:
             if board is not None:
                 board.epoch(record)
 
-        shown.begin(name, config.epochs, config.keep_params or config.keep_flops)
+        shown.begin(name, config.epochs, config.budget[1])
         hooks: dict[str, Any] = {"on_start": on_start, "on_epoch": on_epoch, "on_step": shown.step}
         try:
             if not self.ranks.alone:

@@ -67,7 +67,7 @@ class Result:
     def _repr_html_(self) -> str:
         """What a notebook shows."""
         sizes = [vars(size) for size in self.sizes]
-        return notebook.summary(self.config.as_dict(), vars(self.dense), sizes, self.widths, self.history)
+        return notebook.summary(self.config, vars(self.dense), sizes, self.widths, self.history)
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
         """Write the run into a new or empty folder, whole or not at all; `overwrite` replaces a run. Returns it."""

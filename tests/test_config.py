@@ -86,6 +86,12 @@ def test_mistakes(values: dict[str, Any], words: str) -> None:
         ({"weight_decay": -1.0}, "weight_decay"),
         ({"sparsity": NAN}, "sparsity"),
         ({"slab_bounds": (30.0, 0.3)}, "slab_bounds"),
+        (
+            {"slab_bounds": (1.0, 500.0)},
+            r"slab_bounds = \(1.0, 500.0\) end beyond epsilon = 100: the spike",
+        ),
+        ({"slab_bounds": (1.0, 50.1), "epsilon": 50.0}, "end beyond epsilon = 50"),
+        ({"slab_bounds": (1.0, 301.0), "granularity": "weight"}, "end beyond epsilon = 300"),
         ({"slab_decay": True, "prior": "laplace"}, "slab_decay = true needs a slab: prior = laplace has none"),
     ],
 )
@@ -135,6 +141,21 @@ def test_default_bounds_hold_the_slab_and_end_at_the_spike(granularity: Any, giv
     config = Config(granularity=granularity, **given).resolved()  # type: ignore[arg-type]
     assert config.slab_bounds is not None and config.epsilon is not None
     assert config.slab_bounds[0] <= config.slab <= config.slab_bounds[1] <= config.epsilon
+
+
+@pytest.mark.parametrize(
+    "given", [{"slab_bounds": (1.0, 100.0)}, {"slab_bounds": (1.0, 500.0), "epsilon": 500.0},
+              {"slab_bounds": (1.0, 300.0), "granularity": "weight"}],
+)  # fmt: skip
+def test_bounds_may_reach_the_spike(given: dict[str, Any]) -> None:
+    assert Config(**given).resolved().slab_bounds == given["slab_bounds"]
+
+
+def test_there_is_one_budget_or_none() -> None:
+    assert Config().budget == ("flops", None)
+    assert Config(keep_flops=0.5).budget == ("flops", 0.5)
+    assert Config(keep_params=0.25).budget == ("params", 0.25)
+    assert "budget" not in Config().as_dict()
 
 
 def test_resolved_keeps_what_was_given() -> None:

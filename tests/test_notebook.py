@@ -58,6 +58,6 @@ def test_a_terminal_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_names_are_escaped() -> None:
     size = {"macs": 10.0, "params": 10}
-    text = notebook.summary(dllp.Config().as_dict(), size, [size], {"<img src=x>": [3, 4]}, [])
+    text = notebook.summary(dllp.Config(), size, [size], {"<img src=x>": [3, 4]}, [])
     assert "<img" not in text and "&lt;img src=x&gt;" in text and "asked" not in text
-    assert "<details>" not in notebook.summary({}, size | {"macs": 0.0}, [size], {}, [])
+    assert "<details>" not in notebook.summary(dllp.Config(), size | {"macs": 0.0}, [size], {}, [])

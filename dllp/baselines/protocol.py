@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dllp.config import Config, Granularity
 from dllp.errors import ConfigError
-from dllp.gating import Budget, ChannelGating, Scales, WeightGating, channel_scales
+from dllp.gating import ChannelGating, Scales, WeightGating, channel_scales
 from dllp.particles import Particles
 from dllp.priors import Prior
 from dllp.slicing import Recipe
@@ -69,11 +69,7 @@ class Scene:
 
     def select(self, scores: Tensor) -> Tensor:
         """(U,) scores -> bool (U,): the units that stay, by the budget of the configuration."""
-        budget: Budget = "params" if self.config.keep_params is not None else "flops"
-        keep = self.config.keep_params if self.config.keep_params is not None else self.config.keep_flops
-        if keep is None:
-            raise ConfigError("this method needs a budget: give keep_flops or keep_params, for example 0.45")
-        return self.gating.select(scores, budget, keep)
+        return self.gating.select(scores, *self.config.budget)
 
     def spared(self, scores: Tensor, least: float) -> Tensor:
         """(U,) -> (U,): the best of every group, at least a share `least` of it, lifted above all others.

@@ -126,7 +126,7 @@ class _Work:
 
             def begin(planned: plans.Planned) -> None:
                 config = runner.config(planned.job)
-                shown.begin(run.describe(planned), config.epochs, config.keep_params or config.keep_flops)
+                shown.begin(run.describe(planned), config.epochs, config.budget[1])
 
             run.finish(self.plan, self._book(1), runner, begin=begin)
 
