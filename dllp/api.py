@@ -13,7 +13,7 @@ from dllp.collect import collect
 from dllp.config import SPIKE_AND_SLAB, Config
 from dllp.data import StreamBatches
 from dllp.errors import ConfigError, NumericsError, StructureError
-from dllp.gating import ChannelGating, FilterFn, WeightGating
+from dllp.gating import ChannelGating, WeightGating
 from dllp.parallel import Place
 from dllp.particles import Particles
 from dllp.prepare import Data, Source, check_parts, make_gating, prepare
@@ -21,7 +21,7 @@ from dllp.ranks import Ranks
 from dllp.result import Result
 from dllp.sharing import AnyCheckpoints
 from dllp.state import begin_snapshot, changing, restore, snapshot, unsound
-from dllp.structure import SINGLE
+from dllp.structure import SINGLE, FilterFn
 from dllp.surroundings import undisturbed
 from dllp.train import EpochRecord, Trainer
 
@@ -62,7 +62,7 @@ def prune(
     """
     config, ranks = _resolved(config), ranks or Ranks()
     _check_kinds(checkpoints, ranks, on_epoch=on_epoch, on_step=on_step, on_start=on_start)
-    if config.prior != SPIKE_AND_SLAB and config.keep_flops is config.keep_params is None and not config.sparsity:
+    if config.prior != SPIKE_AND_SLAB and config.budget[1] is None and not config.sparsity:
         raise ConfigError(f"prior = {config.prior} closes no gate by itself: give keep_flops, keep_params or sparsity")
     channels = config.granularity == "channel"
     batches, example, structure = ranks.together(
@@ -194,7 +194,7 @@ def _train(
                 checkpoints.flush()
             return trainer if place.alone else _whole(build, trainer, batches)
         except NumericsError as error:
-            if trainer.config.on_nan == "stop" or "in the data" in str(error) or attempt == ROLLBACKS:
+            if trainer.config.on_nan == "stop" or error.in_data or attempt == ROLLBACKS:
                 raise
             trouble, lr_scale = str(error), trainer.lr_scale / 2
         finally:

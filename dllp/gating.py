@@ -1,27 +1,25 @@
 """What each gate rules: the weights it multiplies, the scale its prior acts on, and the cost it saves.
 
-Channel and weight granularity answer the same questions, so training knows only :class:`Gating`.
+Channel and weight granularity answer the same questions: training asks them without knowing which it has.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from dllp.config import Budget
 from dllp.errors import StructureError
 from dllp.particles import Layout, kept_coordinates
 from dllp.selection import select
 from dllp.slicing import Fold, Recipe, recipe, restrict
-from dllp.structure import Structure, allowed
+from dllp.structure import FilterFn, Structure, allowed
 
-FilterFn = Callable[[nn.Module, str], bool]
-Budget = Literal["flops", "params"]
 NORMS = (nn.modules.batchnorm._NormBase, nn.modules.instancenorm._InstanceNorm)
 
 
@@ -72,39 +70,6 @@ class LinearCost:
     def expected(self, theta: Tensor) -> Tensor:
         """(..., U) gate probabilities -> (...) expected cost, in float64: float32 sums lose single weights."""
         return self.dense - (1 - theta.to(self.price.dtype)) @ self.price
-
-
-class AnyCost(Protocol):
-    """Expected cost of independent gates, and the cost of the dense network."""
-
-    @property
-    def dense(self) -> float: ...
-
-    def expected(self, theta: Tensor) -> Tensor: ...
-
-
-class Gating(Protocol):
-    """The gates of one network, as training sees them.
-
-    Attributes:
-        stored: (U,) int64, how many channels or weights each gate stands for.
-        whole: What has no gates, and why.
-    """
-
-    units: int
-    scales: Scales
-    flops: AnyCost
-    params: AnyCost
-    stored: Tensor
-    whole: Mapping[str, str]
-
-    def weights(self, parameters: Mapping[str, Tensor], gates: Tensor) -> dict[str, Tensor]:
-        """(U,) gates -> the effective weights that replace the parameters of the same name."""
-        ...
-
-    def select(self, logits: Tensor, budget: Budget, keep: float | None) -> Tensor:
-        """(U,) logits -> bool (U,): the gates that stay so that `budget` costs at most `keep` of the dense network."""
-        ...
 
 
 class ChannelGating:

@@ -34,7 +34,7 @@ HEARD = 1e-6
 """Outputs that change by less than this, relative to the largest, could hide a difference from the tolerance."""
 DRAWS = 8
 """Random weights and inputs that are tried to see every group in the outputs, which a last ReLU may hold at 0."""
-Filter = Callable[[nn.Module, str], bool]
+FilterFn = Callable[[nn.Module, str], bool]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Structure:
 
 
 def discover(
-    model: nn.Module, example: Tensor | tuple, *, filter_fn: Filter | None = None, channels: bool = True
+    model: nn.Module, example: Tensor | tuple, *, filter_fn: FilterFn | None = None, channels: bool = True
 ) -> Structure:
     """Groups and costs of `model` for inputs like `example`; the model is left exactly as it is.
 
@@ -113,7 +113,7 @@ def discover(
     return Structure(tuple(groups), whole, layers, flops, params)
 
 
-def allowed(filter_fn: Filter | None, module: nn.Module, name: str) -> bool:
+def allowed(filter_fn: FilterFn | None, module: nn.Module, name: str) -> bool:
     """Whether a user lets a module be touched; a filter_fn that says neither yes nor no forgot to return something."""
     if filter_fn is None:
         return True
@@ -125,7 +125,7 @@ def allowed(filter_fn: Filter | None, module: nn.Module, name: str) -> bool:
     return bool(answer)
 
 
-def chosen_again(whole: Mapping[str, str]) -> Filter:
+def chosen_again(whole: Mapping[str, str]) -> FilterFn:
     """The filter_fn that keeps whole what the one of a run kept whole, by that run's reasons."""
     kept = {reason.removeprefix(CHOSEN) for reason in whole.values() if reason.startswith(CHOSEN)}
     return lambda module, name: name not in kept
@@ -140,17 +140,24 @@ def verify(model: nn.Module, groups: Sequence[Group], keep: Tensor, example: Ten
             values = _random_inputs(exact, inputs, draw)
             gap = _gap(exact, groups, keep, values)
             if gap.value > TOLERANCE:
-                break
+                raise StructureError(_blamed(exact, groups, keep, values) or _together(gap))
             worst = max(worst, gap.value)
             if any(_heard(exact, groups, keep, values)):
-                return worst
-        else:
-            return worst
-        for group, part in zip(groups, keep.split([g.units for g in groups]), strict=True):
-            single = _gap(exact, [group], part, values)
-            if single.value > TOLERANCE:
-                raise StructureError(_refusal({group.name: single.message}))
-    raise StructureError(f"groups that pass one by one fail together: {gap.message}")
+                break
+    return worst
+
+
+def _blamed(exact: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...]) -> str:
+    """One line for the first group that differs by itself; empty where none does."""
+    for group, part in zip(groups, keep.split([g.units for g in groups]), strict=True):
+        single = _gap(exact, [group], part, inputs)
+        if single.value > TOLERANCE:
+            return _refusal({group.name: single.message})
+    return ""
+
+
+def _together(gap: _Gap) -> str:
+    return f"groups that pass one by one cannot be pruned together: {gap.message}; {SINGLE}"
 
 
 def _dependency_graph(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
@@ -185,7 +192,7 @@ def _map_indices(graph: Any) -> None:
             update_index_mapping(alone)
 
 
-def _forbidden(model: nn.Module, filter_fn: Filter | None) -> set[str]:
+def _forbidden(model: nn.Module, filter_fn: FilterFn | None) -> set[str]:
     """Names of the producers that the user wants to keep whole."""
     producers = ((n, m) for n, m in model.named_modules() if isinstance(m, (_ConvNd, nn.Linear)))
     return {name for name, module in producers if not allowed(filter_fn, module, name)}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dllp.coupling import MISALIGNED, UNREAD
 from dllp.errors import Interrupted, StructureError
-from dllp.slicing import cut, recipe
-from dllp.structure import Structure, discover
+from dllp.slicing import Group, cut, recipe
+from dllp.structure import SINGLE, Structure, _Gap, discover, verify
 from tests import families, networks
 from tests.slices import random_keep
 
@@ -255,6 +257,17 @@ def test_outputs_that_stand_still_prove_nothing(outputs: int, end: Callable[[Ten
         discover(Mixing(outputs, end, mix=True), networks.images())
     found = discover(Mixing(outputs, end, mix=False), networks.images())
     assert [group.name for group in found.groups] == ["first", "second"]
+
+
+def test_groups_that_fail_only_together_are_told_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gap(exact: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...]) -> _Gap:
+        return _Gap(1.0 if len(groups) > 1 else 0.0, False, "the cut network differs")
+
+    model = networks.chain()
+    groups = discover(model, networks.images()).groups
+    monkeypatch.setattr("dllp.structure._gap", gap)
+    with pytest.raises(StructureError, match=rf"^groups that pass one by one .* differs; {re.escape(SINGLE)}$"):
+        verify(model, groups, torch.ones(20, dtype=torch.bool), networks.images())
 
 
 def test_unusable_examples() -> None:

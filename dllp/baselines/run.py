@@ -19,11 +19,11 @@ from dllp.collect import costs
 from dllp.config import Config
 from dllp.errors import ConfigError, is_whole
 from dllp.extract import extract
-from dllp.gating import FilterFn, WeightGating
+from dllp.gating import WeightGating
 from dllp.particles import Particles
 from dllp.prepare import Data, make_gating, prepare
 from dllp.result import Result, Size, posterior_of
-from dllp.structure import Structure
+from dllp.structure import FilterFn, Structure
 from dllp.surroundings import undisturbed
 from dllp.train import Trainer
 
@@ -78,7 +78,7 @@ def prune(
     number = isinstance(finetune_lr, (int, float)) and not isinstance(finetune_lr, bool)
     if not number or not 0 < finetune_lr < math.inf:
         raise ConfigError(f"finetune_lr = {finetune_lr!r:.60}: a positive number is needed, such as {FINETUNE_LR}")
-    if config.keep_flops is None and config.keep_params is None:
+    if config.budget[1] is None:
         raise ConfigError(f"{method.name} needs a budget: give keep_flops or keep_params, for example 0.45")
     method.refuse_priors(vars(config))
     if (config.granularity, method.granularity) == ("weight", "channel"):

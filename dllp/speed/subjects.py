@@ -10,7 +10,7 @@ from dllp.errors import ConfigError
 from dllp.export import inputs
 from dllp.result import Result
 from dllp.speed.rows import DENSE, PRUNED, Subject
-from dllp.structure import Filter, chosen_again, discover
+from dllp.structure import FilterFn, chosen_again, discover
 from dllp.widths import kept_units, padded, rounded
 
 
@@ -30,7 +30,7 @@ def subjects(result: Result, shape: tuple[int, ...], *, particle: int = 0, round
 
 
 def multiples(
-    reference: nn.Module, recipe: Any, shape: tuple[int, ...], round_to: int, filter_fn: Filter | None = None
+    reference: nn.Module, recipe: Any, shape: tuple[int, ...], round_to: int, filter_fn: FilterFn | None = None
 ) -> list[Subject]:
     """The pruned network with dead channels added, and with the widths that `round_to` would have chosen.
 
