@@ -32,7 +32,7 @@ def write(given: dict[str, Any]) -> None:
         runs = []
         for folder in folders:
             tell(f"reading {folder}")
-            run = _described(contents.read(folder), given)
+            run = _described(contents.read(folder))
             runs.append(_completed(run, given, tell) if alone else run)
         tell("drawing")
         page = report.build(runs)
@@ -68,7 +68,7 @@ def command(folder: Path, settings: Mapping[str, Any]) -> str:
     return shlex.join([*words, "--out", str(folder)])
 
 
-def _described(run: contents.Run, given: Mapping[str, Any]) -> contents.Run:
+def _described(run: contents.Run) -> contents.Run:
     """The run with its settings and its command; one made from Python has neither."""
     if not (run.folder / SETTINGS).exists():
         return run

@@ -118,7 +118,7 @@ def cut(model: nn.Module, recipe: Recipe) -> nn.Module:
     checked = {name: _checked(name, _sub(model, name), sides) for name, sides in _items(recipe, "the recipe")}
     result = copied(model)
     for name, sides in checked.items():
-        _cut_module(name, result.get_submodule(name), sides)
+        _cut_module(result.get_submodule(name), sides)
     return result
 
 
@@ -161,7 +161,7 @@ def _replace(module: nn.Module, name: str, value: Tensor) -> None:
     old.data = value
 
 
-def _cut_module(name: str, module: nn.Module, sides: dict[str, Tensor]) -> None:
+def _cut_module(module: nn.Module, sides: dict[str, Tensor]) -> None:
     out, into = sides.get("out"), sides.get("in")
     if out is not None:
         vectors = ("weight", "bias", "running_mean", "running_var")

@@ -269,16 +269,14 @@ class Runner:
                 scores.append(norms / norms.mean())
             return torch.cat(scores)
 
-        return self._derived(job, train, config, score)
+        return self._derived(job, train, score)
 
     def _random(self, job: Job, train: Split, config: Config) -> Trained:
         """Random channels of the dense network; no fine-tuning."""
         generator = torch.Generator().manual_seed(job.seed)
-        return self._derived(job, train, config, lambda _, s: torch.rand(s.units, generator=generator))
+        return self._derived(job, train, lambda _, s: torch.rand(s.units, generator=generator))
 
-    def _derived(
-        self, job: Job, train: Split, config: Config, score: Callable[[nn.Module, Structure], Tensor]
-    ) -> Trained:
+    def _derived(self, job: Job, train: Split, score: Callable[[nn.Module, Structure], Tensor]) -> Trained:
         dense = self._trained_dense(job, train)
         network = dense.model
         structure = discover(network, self._example())

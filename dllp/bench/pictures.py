@@ -11,7 +11,6 @@ from typing import Any
 
 from dllp import writing
 
-HINT = "no picture: pip install 'dllp[figures]', then the same command with --summary-only"
 PANEL = (3.4, 2.8)
 """Inches."""
 
