@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dllp.baselines import METHODS, run
 from dllp.baselines.deephoyer import DeepHoyer
 from dllp.baselines.magnitude import MagnitudeL1
 from dllp.baselines.polarization import Polarization
+from dllp.baselines.protocol import Scene
 from dllp.baselines.slimming import Slimming
 from dllp.baselines.soft import SoftFilters
 from dllp.baselines.sss import SparseStructures
@@ -189,6 +193,35 @@ def test_what_is_cut_is_what_was_zeroed(name: str, keep: float) -> None:
 def test_soft_pruning_needs_momentum(name: str) -> None:
     with pytest.raises(ConfigError, match="momentum = 0"):
         run.prune(METHODS[name], small_cnn(), DIGITS, Config(keep_flops=0.5, momentum=0.0, epochs=1))
+
+
+@given(least=st.floats(0, 1), seed=st.integers(0, 99))
+@settings(max_examples=30)
+def test_at_least_a_share_of_every_layer_is_spared(least: float, seed: int) -> None:
+    scene = small_scene()
+    scores = normal(scene.structure.units, seed=seed)
+    lifted = scene.spared(scores, least)
+    for here in scene.structure.slices:
+        up = lifted[here] != scores[here]
+        count, share = int(up.sum()), least * len(up)
+        assert count - 1 < share <= count, "no fewer than asked for, rounded up"
+        assert not up.any() or lifted[here][up].min() > scores.max(), "above all others, in whatever layer"
+        assert up.all() or not up.any() or scores[here][up].min() >= scores[here][~up].max(), "the best of it"
+
+
+@cache
+def small_scene() -> Scene:
+    return scene_of(small_cnn(), torch.zeros(2, 1, 8, 8))
+
+
+def test_deephoyer_does_not_feel_the_scale_of_a_layer() -> None:
+    scene = scene_of(small_cnn().double(), normal(2, 1, 8, 8))
+    scores = DeepHoyer(least=0.0).scores(scene)
+    assert [float(scores[here].max()) for here in scene.structure.slices] == [1.0] * 3
+    with torch.no_grad():
+        for i, factor in ((1, 100.0), (3, 0.01)):
+            scene.network.get_parameter(f"conv{i}.weight").mul_(factor)
+    torch.testing.assert_close(DeepHoyer(least=0.0).scores(scene), scores)
 
 
 @pytest.mark.parametrize("method", [Slimming, Polarization, SparseStructures, DeepHoyer])

@@ -99,6 +99,7 @@ def test_fine_tuning_is_by_the_dense_networks_recipe(name: str) -> None:
     run.prune(find(name), small_cnn(), DIGITS.train.subset(range(128)), config, finetune_epochs=1, train=train)
     first, second = used[run.TRAINED], used[run.FINETUNED]
     assert second.weight_decay == 3e-3 and second.lr == run.FINETUNE_LR * config.lr and second.init == "given"
+    assert first.warmup > 0 and second.warmup == 0, "a network that has learned needs no warm-up"
     assert first.weight_decay == (0.0 if name == "magnitude-l1" else 3e-3), "what replaces it is for the first training"
     run.prune(find(name), small_cnn(), DIGITS.train.subset(range(128)), SHORT, finetune_epochs=1, train=train)
     assert used[run.FINETUNED].weight_decay == Config().resolved().weight_decay, "also of single weights"
