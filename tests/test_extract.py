@@ -163,6 +163,9 @@ def test_single_weights_are_exact_zeros(linear: bool, channels_last: bool) -> No
             assert torch.equal(slab.network.get_parameter(name), segment.view(pruned))
             assert torch.equal(slab.reference.get_parameter(name), segment.view(rows[i]))
         assert slab.recipe == {} and slab.gated == tuple(f"{name}.weight" for name in gating.scales.modules)
+        assert slab.keep is not None
+        nonzero = torch.cat([(slab.network.get_parameter(name) != 0).flatten() for name in slab.gated])
+        assert torch.equal(slab.keep, nonzero), "in each parameter's own order, however it was trained"
         zeros = sum(int((slab.network.get_parameter(name) == 0).sum()) for name in slab.gated)
         assert zeros == int((~keep[i]).sum()) and ("fc.weight" in slab.gated) == linear
         gated = gating.weights(dict(slab.reference.named_parameters()), keep[i].float())
