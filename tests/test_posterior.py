@@ -42,10 +42,25 @@ def test_variance_and_entropy_split_exactly(n: int, classes: int, sharpness: flo
     torch.testing.assert_close(p.total, (p.mean * (1 - p.mean)).sum(-1), **close)
     torch.testing.assert_close(p.expected_entropy + p.mutual_information, p.entropy, **close)
     assert (p.epistemic >= 0).all() and (p.aleatoric >= 0).all()
-    assert (p.mutual_information > -1e-9).all() and (p.entropy < math.log(classes) + 1e-9).all()
+    assert (p.mutual_information >= 0).all() and (p.entropy < math.log(classes) + 1e-9).all()
     assert torch.isfinite(p.entropy).all()
     if n == 1:
         assert p.epistemic.abs().max() == 0 and p.mutual_information.abs().max() < 1e-9
+
+
+@given(
+    n=st.integers(1, 7), classes=st.integers(2, 6), sharpness=st.floats(0, 50), seed=st.integers(0, 10_000),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)  # fmt: skip
+def test_equal_members_have_nothing_to_tell_each_other(
+    n: int, classes: int, sharpness: float, seed: int, dtype: torch.dtype
+) -> None:
+    """The mean of equal numbers is rounded too: what is left of it must not be negative, nor be lost from the sum."""
+    logits = sharpness * torch.randn(20, classes, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    p = decompose(logits.softmax(-1).expand(n, -1, -1))
+    assert p.entropy is not None and p.expected_entropy is not None and p.mutual_information is not None
+    assert (p.mutual_information >= 0).all() and (p.mutual_information < 1e-5).all()
+    assert torch.equal(p.expected_entropy + p.mutual_information, p.entropy)
 
 
 def test_hand_worked_disagreement() -> None:
