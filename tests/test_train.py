@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -73,10 +74,23 @@ def test_patience_stops_a_run_that_no_longer_improves() -> None:
 def test_patience_counts_epochs_that_are_discrete_from_their_first_step_on() -> None:
     """The third of four is half soft: its low loss is no measure for what comes after the cut."""
     found: list[Trainer] = []
+    best: list[float] = []
     config = quick(epochs=4, lr=1e-9, lr_end=0.0, ramp_until=0.5, discrete_at=0.6, patience=1)
-    result = dllp.prune(mlp(8), table(40), config, on_start=found.append)
+    result = dllp.prune(
+        mlp(8), table(40), config, on_start=found.append, on_epoch=lambda record: best.append(found[0].best)
+    )
     assert [record["phase"] for record in result.history][-2:] == ["discrete", "discrete"]
-    assert found[0].waited == 0 and found[0].best == sum(result.history[-1]["loss"])
+    assert best == [math.inf] * 3 + [sum(result.history[-1]["loss"])] and found[0].waited == 0
+
+
+@pytest.mark.parametrize(("warmup", "highest"), [(1.0, 2), (2.0, 4), (4.0, 4), (50.0, 4)])
+def test_warm_up_takes_half_of_a_run_at_most(warmup: float, highest: int) -> None:
+    """Of four epochs of two steps: longer than two epochs it would leave no time at the learning rate asked for."""
+    rates: list[float] = []
+    config = quick(epochs=4, warmup=warmup, lr=0.1)
+    dllp.train_dense(mlp(8), table(40), config, on_step=lambda trainer: rates.append(trainer.lr))
+    assert len(rates) == 8 and rates[highest - 1] == max(rates) == pytest.approx(0.1)
+    assert rates[:highest] == pytest.approx([0.1 * (k + 1) / highest for k in range(highest)])
 
 
 def test_an_epoch_has_the_phase_of_its_last_step() -> None:
