@@ -8,14 +8,17 @@ import hashlib
 import html
 import json
 import re
+import shutil
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dllp import report
+from dllp import artifacts, examples, report
 from dllp.cli import main
 from dllp.errors import ConfigError, DllpError
 from dllp.report import contents, figures, gallery, names, page
@@ -76,6 +79,53 @@ def test_a_comparison(run: Path, copied: Path, tmp_path: Path, monkeypatch: pyte
     ]
     settings_table = text[text.index('<section id="settings"') :]
     assert "seed" in settings_table and "<bdi>7</bdi>" in settings_table and "epochs" not in settings_table
+
+
+def untouched(folder: Path) -> None:
+    pass
+
+
+def relabelled(folder: Path) -> None:
+    found = examples.read(folder)
+    assert found is not None
+    replace(found, labels=found.labels.flip(0)).write(folder)
+
+
+def unanswered(folder: Path) -> None:
+    """Without the answers to single examples its settings tell what it was evaluated on."""
+    (folder / artifacts.EXAMPLES).unlink()
+
+
+def elsewhere(folder: Path) -> None:
+    unanswered(folder)
+    settings = folder / "config.yaml"
+    settings.write_text(settings.read_text().replace("data: digits", "data: cifar10"))
+
+
+def silent(folder: Path) -> None:
+    unanswered(folder)
+    (folder / "config.yaml").unlink()
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "unlike"),
+    [
+        (untouched, untouched, False),
+        (untouched, relabelled, True),
+        (unanswered, unanswered, False),
+        (unanswered, elsewhere, True),
+        (untouched, silent, False),
+    ],
+)
+def test_runs_on_different_test_examples_are_said_to_be(
+    copied: Path, tmp_path: Path, one: Callable[[Path], None], two: Callable[[Path], None], unlike: bool
+) -> None:
+    """Figures of different tests are no comparison; a folder that says nothing raises no alarm."""
+    other, both = Path(shutil.copytree(copied, tmp_path / "other")), tmp_path / "both.html"
+    one(copied)
+    two(other)
+    assert main(["report", str(copied), str(other), "--out", str(both), "--quiet"]) == 0
+    assert ("not evaluated on the same examples" in both.read_text(encoding="utf-8")) == unlike
 
 
 @given(st.text())
