@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dllp import gates, objective, priors
-from dllp.config import SPIKE_AND_SLAB, Config
+from dllp.config import SPIKE_AND_SLAB, Budget, Config
 from dllp.errors import DllpError, NumericsError
 from dllp.gating import ChannelGating, WeightGating
 from dllp.parallel import Place
@@ -48,6 +48,7 @@ class Belief:
         groups = [{"params": [value], "lr": lr} for value, lr in zip(self.learned, rates, strict=True)]
         self.adam = torch.optim.Adam(groups, capturable=device.type == "cuda")
         self.generator = torch.Generator(device).manual_seed(config.seed)
+        self.budget: Budget
         self.budget, self.target = config.budget
         self.spike = float(config.epsilon or 0)
         self.other = None if config.prior == SPIKE_AND_SLAB else priors.chosen(config)
