@@ -88,8 +88,7 @@ class Config:
         likelihood: `categorical` shares the cross-entropy (one backward), `gaussian` is equation 9 to the letter.
         beta: Weight of the Stein term in the objective (equation 13), the paper's only hyperparameter.
         bandwidth: `median`, `paper` (h = log 2) or a positive number.
-        blocks: One kernel for each `module`, for `all` weights together, or for each `coordinate`, there with a fixed
-            `bandwidth`: the median of one coordinate comes near 0 by chance, and its repulsion is then large.
+        blocks: One kernel for each `module`, for `all` weights together, or for each `coordinate`.
         prior: What the weights are believed to be: `spike_and_slab` (equation 10), or a prior of older methods, under
             which gates follow loss and budget alone: `laplace` (l1), `gaussian` (l2), `polarization` or `hoyer`.
         prior_scale: Width of such a prior: the scale b of Laplace, the std of Gaussian, a of polarization, 1 over the

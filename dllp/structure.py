@@ -233,7 +233,7 @@ def _gap(exact: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[
     failure = _training_failure(exact, groups, keep, inputs)
     if failure:
         return _Gap(math.inf, False, f"the cut network fails in training ({failure}): it counts on all of them")
-    mixed = "as its forward moves or mixes them (shuffle, flip, padding, softmax)"
+    mixed = "as its forward moves or mixes them (shuffle, flip, padding, softmax, inputs put in front)"
     return _Gap(value, False, f"the cut network differs from the gated one by {value:.1e}, {mixed}")
 
 

@@ -113,6 +113,7 @@ def silent(folder: Path) -> None:
         (untouched, untouched, False),
         (untouched, relabelled, True),
         (unanswered, unanswered, False),
+        (untouched, unanswered, False),
         (unanswered, elsewhere, True),
         (untouched, silent, False),
     ],

@@ -110,19 +110,19 @@ def _lead(runs: Sequence[Run]) -> str:
     if not best:
         return "None of these runs holds an evaluation."
     names = ", ".join(f"{p.network} of {p.run}" for p in best)
-    unlike = len({found for run in runs if (found := _evaluated_on(run))}) > 1
     beware = " They were not evaluated on the same examples: what follows compares numbers of different tests."
-    return (
-        f"{len(runs)} runs. Pruned networks that no other beats, the cheapest first: {names}.{beware if unlike else ''}"
-    )
+    found = f"{len(runs)} runs. Pruned networks that no other beats, the cheapest first: {names}."
+    return found + (beware if _unlike(runs) else "")
 
 
-def _evaluated_on(run: Run) -> bytes:
-    """Tells test sets apart: by their labels, or by how they were asked for; empty where a folder says neither."""
-    if run.examples is not None:
-        return run.examples.labels.numpy().tobytes()
-    known = {name: run.settings[name] for name in ("data", "validation", "leave_out") if name in run.settings}
-    return repr(known).encode() if known else b""
+def _unlike(runs: Sequence[Run]) -> bool:
+    """Whether test sets differ: by their labels, or where some folder lacks those by how the others asked for them."""
+    answers = [run.examples for run in runs if run.examples is not None]
+    if len(answers) == len(runs):
+        return len({found.labels.numpy().tobytes() for found in answers}) > 1
+    names = ("data", "data_root", "validation", "leave_out")
+    asked = [run.settings for run in runs if run.settings]
+    return len({repr([*map(s.get, names), s.get("validation") and s.get("seed")]) for s in asked}) > 1
 
 
 def _table(runs: Sequence[Run]) -> str:
