@@ -147,11 +147,11 @@ def check_targets(model: nn.Module, batches: Source, config: Config, example: Te
             raise DataError(
                 f"the network gives {found} outputs{besides} but the data has {wanted} targets: both must agree"
             )
-        source = batches if isinstance(batches, LoaderBatches) else batches.data
-        given, own = ([size for size in shape if size > 1] for shape in (source.target_shape, outputs.shape[1:]))
-        if len(source.target_shape) > 1 and not head and given != own:
+        shape = _target_shape(batches)
+        given, own = ([size for size in sizes if size > 1] for sizes in (shape, outputs.shape[1:]))
+        if len(shape) > 1 and not head and given != own:
             raise DataError(
-                f"targets of shape {source.target_shape} for outputs of shape {tuple(outputs.shape[1:])}: give them in "
+                f"targets of shape {shape} for outputs of shape {tuple(outputs.shape[1:])}: give them in "
                 "the order of the outputs"
             )
     elif isinstance(batches, LoaderBatches):
@@ -163,6 +163,13 @@ def check_targets(model: nn.Module, batches: Source, config: Config, example: Te
         )
     else:
         check_labels(batches.data.y, outputs.shape[1] - head)
+
+
+def _target_shape(batches: Source) -> tuple[int, ...]:
+    """Of one target of a regression, as it was given."""
+    if isinstance(batches, LoaderBatches):
+        return batches.target_shape
+    return batches.data.target_shape if isinstance(batches.data, ArrayData) else ()
 
 
 def _are_probabilities(outputs: Tensor) -> bool:

@@ -84,7 +84,7 @@ def test_one_run_has_no_spread_and_no_dense_row_no_drop() -> None:
     table, lines = by_hand(drop=0.1, acc=80)
     made = summary.summarise(table, lines[:1], Variant())
     assert [row["name"] for row in made["rows"]] == ["dense"] and made["rows"][0]["acc_std"] is None
-    assert made["command"] == "dllp bench hand --seeds 0 --precision float32"
+    assert made["command"] == "dllp bench hand --seeds 0 --rows dense --precision float32"
     unfinished = summary.summarise(table, lines[:3], Variant())
     assert unfinished["command"] == "dllp bench hand --precision float32", "the second row lacks a seed"
     alone = summary.summarise(table, lines[2:3], Variant())

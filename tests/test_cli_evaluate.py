@@ -144,6 +144,7 @@ def test_other_data_is_normalised_as_in_training(run: Path, nets: str, tmp_path:
 def test_code_named_by_a_run_is_not_imported_silently(nets: str, tmp_path: Path, capsys: Capture) -> None:
     model = f"{nets}:small"
     assert main(["prune", "--model", model, *FAST, "--particles", "1", "--out", "run", "--quiet"]) == 0
+    capsys.readouterr()
     assert main(["evaluate", "run"]) == 2
     one_line(capsys, model, "--model", "--trust-imports")
     assert main(["evaluate", "run", "--model", model]) == 0

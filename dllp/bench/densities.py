@@ -73,8 +73,8 @@ def _shown(name: str, line: Mapping[str, Any], part: str, whole: Mapping[str, An
     shape = dict(found[analysis.WHOLE][part] or {})
     shape = completed(shape, found["sample"]) if part == "kept" and shape else shape
     if shape:  # Section 9 compares with the reference network, of which a line by itself knows nothing
-        other = whole and whole["distribution"]["sample"]
-        shape["wasserstein"] = other and distribution.wasserstein(found["sample"], other)
+        other = None if whole is None else whole["distribution"]["sample"]
+        shape["wasserstein"] = None if other is None else distribution.wasserstein(found["sample"], other)
     row = {
         "part": part,
         "removed": 1 - line["params"][0] / line["dense_params"],
