@@ -21,7 +21,7 @@ from dllp.ranks import Ranks
 from dllp.result import Result
 from dllp.sharing import AnyCheckpoints
 from dllp.state import begin_snapshot, changing, restore, snapshot, unsound
-from dllp.structure import SINGLE, FilterFn
+from dllp.structure import WEIGHTS_INSTEAD, FilterFn
 from dllp.surroundings import undisturbed
 from dllp.train import EpochRecord, Trainer
 
@@ -70,7 +70,7 @@ def prune(
     )
     if channels and not structure.groups:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(structure.whole.items())[:3])
-        raise StructureError(f"the network has no channels that can be pruned ({reasons}): {SINGLE}")
+        raise StructureError(f"the network has no channels that can be pruned ({reasons}): {WEIGHTS_INSTEAD}")
     place = _placed(ranks, config, batches, model, example)
 
     def build(place: Place) -> Trainer:
@@ -108,7 +108,9 @@ def train_dense(
 def _resolved(config: Config | None) -> Config:
     if config is not None and not isinstance(config, Config):
         raise ConfigError(f"config is a {type(config).__name__}: give a dllp.Config, such as Config(keep_flops=0.45)")
-    return (config or Config()).resolved()
+    config = config or Config()
+    config.check_new()
+    return config.resolved()
 
 
 def _check_kinds(checkpoints: object, ranks: object, **hooks: object) -> None:

@@ -216,11 +216,6 @@ class Config:
             raise ConfigError(f"mean_weight = {self.mean_weight} is for classification: leave it out")
         if self.epsilon is not None and self.epsilon <= self.slab:
             raise ConfigError(f"epsilon = {self.epsilon} must exceed slab = {self.slab}: the spike is the narrow part")
-        if self.slab_bounds is not None and self.slab_bounds[1] > self._spike:
-            raise ConfigError(
-                f"slab_bounds = {self.slab_bounds} end beyond epsilon = {self._spike:g}: the spike is the narrow part, "
-                "lower the upper bound or raise epsilon"
-            )
         if not 0 <= self.open_until <= self.ramp_until <= self.discrete_at <= 1:
             raise ConfigError("the schedule must satisfy 0 <= open_until <= ramp_until <= discrete_at <= 1")
         if isinstance(self.bandwidth, (int, float)) and not 0 < self.bandwidth < math.inf:
@@ -229,19 +224,23 @@ class Config:
             value = getattr(self, name)
             if isinstance(value, (int, float)) and not _storable(value):
                 raise ConfigError(f"{name} = {value}: a finite number that float32, or 64 bits, can hold is needed")
-        self._check_prior()
+        if self.slab_decay and self.prior != SPIKE_AND_SLAB:
+            raise ConfigError(f"slab_decay = true needs a slab: prior = {self.prior} has none, leave one of both out")
         if self.task == "regression" and self.likelihood == "categorical":
             raise ConfigError("likelihood = categorical needs task = classification: use gaussian for regression")
 
-    def _check_prior(self) -> None:
-        """Raise for what the chosen prior does not have: it would change nothing."""
+    def check_new(self) -> None:
+        """Raise for what no run should begin with; a stored one that once did can still be read."""
+        if self.prior == SPIKE_AND_SLAB and self.slab_bounds is not None and self.slab_bounds[1] > self._spike:
+            raise ConfigError(
+                f"slab_bounds = {self.slab_bounds} end beyond epsilon = {self._spike:g}: the spike is the narrow part, "
+                "lower the upper bound or raise epsilon"
+            )
         owners = {"prior_scale": ("laplace", "gaussian", "polarization", "hoyer"), "polarization": ("polarization",)}
         for name, priors in owners.items():
             value, default = getattr(self, name), getattr(Config, name)
             if value != default and self.prior not in priors:
                 raise ConfigError(f"{name} = {value} is for prior = {' or '.join(priors)}: leave it out, or choose one")
-        if self.slab_decay and self.prior != SPIKE_AND_SLAB:
-            raise ConfigError(f"slab_decay = true needs a slab: prior = {self.prior} has none, leave one of both out")
 
     @property
     def budget(self) -> tuple[Budget, float | None]:

@@ -79,14 +79,18 @@ def constant_loss(targets: Tensor) -> float:
     return float(torch.special.entr(shares).sum())
 
 
-def learned_nothing(losses: Sequence[float], targets: Tensor) -> str:
-    """Says so where a training's last epoch was no better than one answer to everything; empty where it was."""
+def learned_nothing(losses: Sequence[float], targets: Tensor, budget: float | None) -> str:
+    """Says so where a training's last epoch was no better than one answer to everything; empty where it was.
+
+    Where all targets are equal that answer is right, and there is nothing to learn.
+    """
     worst, constant = max(losses), constant_loss(targets)
-    if worst < constant:
+    if worst < constant or not constant:
         return ""
+    larger = "" if budget is None else " or a larger budget"
     return (
         f"the training loss ended at {worst:.4g}, no better than one answer to all inputs ({constant:.4g}): try a "
-        "lower lr, more epochs or a larger budget"
+        f"lower lr, more epochs{larger}"
     )
 
 

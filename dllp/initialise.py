@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from dllp.errors import ConfigError
+
+HOOKED = frozenset({"weight_g", "weight_v", "weight_orig"})
+"""Parameters from which the hooks of `torch.nn.utils.weight_norm` and `spectral_norm` compute a weight."""
 
 
 @torch.no_grad()
@@ -28,7 +31,7 @@ def initialise(model: nn.Module) -> None:
                 f"{what} has parameters but no reset_parameters(): give it one, or start from the given weights with "
                 "init='given'"
             )
-        if isinstance(getattr(module, "weight", None), Tensor) and "weight" not in module._parameters:
+        if not HOOKED.isdisjoint(module._parameters):
             raise ConfigError(
                 f"the weight of {what} is computed from other parameters, which its reset_parameters() leaves as they "
                 "are: start from the given weights with init='given'"

@@ -123,8 +123,8 @@ def check_targets(model: nn.Module, batches: Source, config: Config, example: Te
         raise StructureError(f"the network must return {wanted}, not {_described(outputs)}")
     if len(outputs) != len(example):
         raise StructureError(
-            f"a copy of the network gives {len(outputs)} answers to {len(example)} inputs: a hook or attribute of it "
-            "may refer to the original network, use self in its methods instead"
+            f"the network, copied, gives {len(outputs)} answers to {len(example)} inputs: one for each is needed, and "
+            "no hook or attribute that refers to the original network"
         )
     try:
         pair = torch.cat([example, example])[:2]  # one example is another matter: see check_parts
@@ -149,7 +149,7 @@ def check_targets(model: nn.Module, batches: Source, config: Config, example: Te
             )
         shape = _target_shape(batches)
         given, own = ([size for size in sizes if size > 1] for sizes in (shape, outputs.shape[1:]))
-        if len(shape) > 1 and not head and given != own:
+        if given != own and sorted(given) == sorted(own):  # as many sides of the same lengths
             raise DataError(
                 f"targets of shape {shape} for outputs of shape {tuple(outputs.shape[1:])}: give them in "
                 "the order of the outputs"
@@ -169,7 +169,8 @@ def _target_shape(batches: Source) -> tuple[int, ...]:
     """Of one target of a regression, as it was given."""
     if isinstance(batches, LoaderBatches):
         return batches.target_shape
-    return batches.data.target_shape if isinstance(batches.data, ArrayData) else ()
+    data = batches.data
+    return data.target_shape or tuple(data.y.shape[1:]) if isinstance(data, ArrayData) else ()
 
 
 def _are_probabilities(outputs: Tensor) -> bool:

@@ -185,7 +185,9 @@ class Prior:
                 continue
             if not 0 < value < math.inf:
                 raise ConfigError(f"prior {self.name}: {name} = {value}: a positive number is needed")
-        if not bool(self.score(torch.tensor([1.0, 2.0]), *map(torch.tensor, parameters)).isfinite().all()):
+        if not bool(
+            self.score(torch.tensor([1.0, 2.0]), *(torch.tensor(float(p)) for p in parameters)).isfinite().all()
+        ):
             given = ", ".join(f"{name} = {value:g}" for name, value in zip(self.parameters, parameters, strict=True))
             raise ConfigError(f"prior {self.name}: {given}: so strong a pull is no number that float32 can hold")
 

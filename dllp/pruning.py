@@ -272,7 +272,7 @@ class _Pruning:
                 board.close()
         if held.signal is not None:  # it came after the last step
             raise Interrupted(held.signal)
-        nothing = health.learned_nothing(result.history[-1]["loss"], data.train.y)
+        nothing = health.learned_nothing(result.history[-1]["loss"], data.train.y, config.budget[1])
         if nothing:
             warn(f"{name}: {nothing}")
         return result

@@ -10,7 +10,7 @@ from torch import Tensor
 from dllp.costs import Cost
 from dllp.coupling import OUTPUT, UNREAD
 from dllp.errors import StructureError
-from dllp.structure import SINGLE, Structure
+from dllp.structure import WEIGHTS_INSTEAD, Structure
 
 NEAR = 0.005
 """A budget is met where no more than this share of the dense cost is left of it."""
@@ -51,7 +51,7 @@ def select(structure: Structure, logits: Tensor, *, cost: Cost, keep: float | No
         raise StructureError(
             f"a fraction of {keep:g} cannot be reached: one chunk of {round_to} channels in each group already costs "
             f"{smallest / cost.dense:.4f} of the dense network; keep more, "
-            f"{'lower round_to, ' if round_to > 1 else ''}or {SINGLE}"
+            f"{'lower round_to, ' if round_to > 1 else ''}or {WEIGHTS_INSTEAD}"
             f"{_reasons(structure)}"
         )
     return _nearest(kept, [(owners[i], chunks[i]) for i in ranking], cost, budget)

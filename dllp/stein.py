@@ -180,11 +180,11 @@ def pair_weights(
 
 
 def step_reach(rate: Tensor | float, particles: int, num_data: float) -> Tensor | float:
-    """Squared distance that one step of size `rate` along the repulsion covers from anywhere nearer: rate log n / N.
+    """Squared distance at which one step of size `rate` along the repulsion doubles that distance: rate log n / N.
 
-    By the median rule the repulsion of two particles is log 2 / (2 N distance). Along its flow the squared distance
-    grows by 2 rate log 2 / N in such a step however near they are; an explicit step from nearer than that would throw
-    them apart, without bound where they nearly coincide, as in scalars and new norms in which all of them begin alike.
+    By the median rule two particles repel each other by log 2 / (2 N distance). An explicit step from much nearer would
+    throw them apart, without bound where they nearly coincide, as in scalars and new norms in which all of them begin
+    alike; along the flow itself the squared distance only grows by 2 rate log 2 / N.
     """
     return rate * (math.log(particles) / num_data)
 

@@ -32,6 +32,8 @@ from dllp.tracing import first_example, isolated, observe, trainable_copy
 TOLERANCE = 1e-9
 HEARD = 1e-6
 """Outputs that change by less than this, relative to the largest, could hide a difference from the tolerance."""
+WEIGHTS_INSTEAD = "use granularity='weight' or method magnitude-l2"
+"""The way out where channels cannot be pruned as they should."""
 DRAWS = 8
 """Random weights and inputs that are tried to see every group in the outputs, which a last ReLU may hold at 0."""
 FilterFn = Callable[[nn.Module, str], bool]
@@ -157,7 +159,7 @@ def _blamed(exact: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tup
 
 
 def _together(gap: _Gap) -> str:
-    return f"groups that pass one by one cannot be pruned together: {gap.message}; {SINGLE}"
+    return f"groups that pass one by one cannot be pruned together: {gap.message}; {WEIGHTS_INSTEAD}"
 
 
 def _dependency_graph(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
@@ -292,17 +294,13 @@ def _random_inputs(exact: nn.Module, inputs: tuple[Any, ...], draw: int) -> tupl
     return result
 
 
-SINGLE = "use granularity='weight' or method magnitude-l2"
-"""The way out where channels cannot be pruned as they should."""
-
-
 def _refusal(refused: dict[str, str]) -> str:
     """One line for the first group that cannot be pruned safely, and a way out for all of them."""
     name, message = next(iter(refused.items()))
     others = f" (and of {len(refused) - 1} more)" if len(refused) > 1 else ""
     return (
         f"the channels of {name!r}{others} cannot be pruned safely: {message}; "
-        f"keep them whole with filter_fn=lambda module, name: name not in {tuple(refused)}, or {SINGLE}"
+        f"keep them whole with filter_fn=lambda module, name: name not in {tuple(refused)}, or {WEIGHTS_INSTEAD}"
     )
 
 

@@ -77,9 +77,10 @@ def check_network(model: object) -> None:
         raise StructureError("the network has lazy layers: run it once on an example first")
     for key, value in model.state_dict().items():
         if not isinstance(value, Tensor):
+            own = key.endswith("_extra_state")
+            way = "remove get_extra_state, or register a buffer instead" if own else "give it before it was quantized"
             raise StructureError(
-                f"the network's state holds {key!r}, a {type(value).__name__}, and files hold tensors only: remove its "
-                "get_extra_state, or register a buffer instead"
+                f"the network's state holds {key!r}, a {type(value).__name__}, and files hold tensors only: {way}"
             )
     for name, module in model.named_modules():
         what = repr(name) if name else "the network"

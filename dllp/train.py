@@ -169,7 +169,8 @@ class Trainer(Step):
     def broken(self, trouble: str, step: int, *, in_data: bool = False) -> NumericsError:
         """The error that names what broke, when, and the way out."""
         other = ", or use on_nan = rollback" if self.config.on_nan == "stop" else ""
-        wider = "" if self.config.prior == SPIKE_AND_SLAB else f", raise prior_scale (now {self.config.prior_scale:g})"
+        plain = self.gating is None or self.config.prior == SPIKE_AND_SLAB
+        wider = "" if plain else f", raise prior_scale (now {self.config.prior_scale:g})"
         error = NumericsError(
             f"{trouble} at step {step} (epoch {(step - 1) // self.steps_per_epoch + 1}): lower lr "
             f"(now {self.config.lr * self.lr_scale:g}){wider}{other}"

@@ -118,6 +118,13 @@ def test_batch_norm_and_a_single_example(data: Any, changes: dict[str, Any]) -> 
     dllp.prune(network(), data, config(**changes))  # its norm has 16 pixels of each
 
 
+def test_batches_whose_sizes_nobody_knows() -> None:
+    """A batch sampler does not tell that one of its batches is a single example: it is said when that comes."""
+    loader = DataLoader(TensorDataset(X, Y), batch_sampler=[[0, 1, 2], [3, 4, 5], [6]])
+    with pytest.raises(StructureError, match="where it cannot learn from a single one, use drop_last=True"):
+        dllp.prune(normed(), loader, config())
+
+
 def test_a_last_batch_that_is_dropped_is_no_matter() -> None:
     steps: list[int] = []
     loader = DataLoader(TensorDataset(X[:9], Y[:9]), batch_size=4, drop_last=True)
@@ -182,7 +189,7 @@ class Remembering(nn.Module):
     ("model", "words"),
     [
         (OwnState(network()), "state holds '_extra_state', a dict, and files hold tensors only"),
-        (Remembering(), "a copy of the network gives 1 answers to 2 inputs"),
+        (Remembering(), "the network, copied, gives 1 answers to 2 inputs"),
     ],
     ids=["state", "hook"],
 )
@@ -208,7 +215,7 @@ def test_targets_in_another_order_than_the_outputs(loaded: bool) -> None:
         data = DataLoader(TensorDataset(*pair), batch_size=4) if loaded else pair
         dllp.prune(model, data, config(task="regression", epochs=1))
 
-    for y in (maps, maps.flatten(1), maps[:, None]):
+    for y in (maps, maps.flatten(1), maps.flatten(2), maps[:, None]):
         run(y)
     for y in (maps.permute(0, 2, 3, 1), maps.transpose(2, 3)):
         with pytest.raises(DataError, match=r"targets of shape .* for outputs of shape \(2, 6, 3\)"):

@@ -80,6 +80,18 @@ def test_targets_count_within_one_standard_error(wanted: dict[str, float], verdi
     assert f": {verdict} |" in summary.markdown(table, made)
 
 
+def test_held_out_images_are_said_to_be() -> None:
+    table, lines = by_hand()
+    data = {"name": "pets", "train": 1200, "classes": 2, "shape": [3, 8, 8]}
+    lines = [{**line, "data": data} for line in lines]
+    text = "pets: 1,200 training examples of 8x8 in 2 classes"
+    assert summary.summarise(table, lines, Variant())["data"] == text
+    table = replace(table, rows=tuple(replace(row, job=replace(row.job, validation=200)) for row in table.rows))
+    held = [finished(replace(row.job, seed=0), [0.9], 0.9, 1, 0) | {"data": data} for row in table.rows]
+    found = summary.summarise(table, held, Variant(validation=200))["data"]
+    assert found == text.replace("examples", "examples (200 of them held out)")
+
+
 def test_one_run_has_no_spread_and_no_dense_row_no_drop() -> None:
     table, lines = by_hand(drop=0.1, acc=80)
     made = summary.summarise(table, lines[:1], Variant())

@@ -71,7 +71,7 @@ from tests.commands import FAST, npy, one_line
         ("prune --config out.yaml", ["out.yaml", "'out'"]),
         ("prune --config twice.yaml", ["twice.yaml", "line 2 gives epochs a second time"]),
         ("prune --config dash.yaml", ["dash.yaml", "line 3 gives keep_flops a second time"]),
-        ("prune --config merged.yaml", ["merged.yaml", "gives epochs a second time"]),
+        ("prune --config merged.yaml", ["merged.yaml", "merges another part"]),
         ("evaluate", ["run folder"]),
         ("evaluate nowhere", ["nowhere"]),
     ],

@@ -13,7 +13,10 @@ from inspect import signature
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import dllp
 from dllp import Config, ConfigError
 
 NAN, INFINITE = float("nan"), float("inf")
@@ -86,18 +89,30 @@ def test_mistakes(values: dict[str, Any], words: str) -> None:
         ({"weight_decay": -1.0}, "weight_decay"),
         ({"sparsity": NAN}, "sparsity"),
         ({"slab_bounds": (30.0, 0.3)}, "slab_bounds"),
-        (
-            {"slab_bounds": (1.0, 500.0)},
-            r"slab_bounds = \(1.0, 500.0\) end beyond epsilon = 100: the spike",
-        ),
-        ({"slab_bounds": (1.0, 50.1), "epsilon": 50.0}, "end beyond epsilon = 50"),
-        ({"slab_bounds": (1.0, 301.0), "granularity": "weight"}, "end beyond epsilon = 300"),
         ({"slab_decay": True, "prior": "laplace"}, "slab_decay = true needs a slab: prior = laplace has none"),
     ],
 )
 def test_mistakes_that_pass_today(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Config(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"slab_bounds": (1.0, 500.0)}, r"slab_bounds = \(1.0, 500.0\) end beyond epsilon = 100: the spike"),
+        ({"slab_bounds": (1.0, 50.1), "epsilon": 50.0}, "end beyond epsilon = 50"),
+        ({"slab_bounds": (1.0, 301.0), "granularity": "weight"}, "end beyond epsilon = 300"),
+        ({"prior_scale": 0.1}, r"prior_scale = 0.1 is for prior = laplace or gaussian"),
+        ({"prior": "laplace", "polarization": 9.0}, r"polarization = 9.0 is for prior = polarization: leave it out"),
+    ],
+)
+def test_what_no_run_begins_with_can_still_be_read(values: dict[str, Any], words: str) -> None:
+    config = Config.from_dict(Config(**values).as_dict())
+    with pytest.raises(ConfigError, match=words):
+        config.check_new()
+    with pytest.raises(ConfigError, match=words):
+        dllp.prune(nn.Linear(2, 2), (torch.randn(4, 2), torch.arange(4) % 2), config)
 
 
 def test_an_unknown_name_is_told_with_the_nearest_known_one() -> None:

@@ -48,6 +48,10 @@ def weight(trainer: Trainer) -> None:
     trainer.particles.layout.segments["2.weight"].view(trainer.particles.rows[1])[0, 0] = torch.nan
 
 
+def weight_of_the_first(trainer: Trainer) -> None:
+    trainer.particles.rows[0, 0] = torch.nan
+
+
 def gate(trainer: Trainer) -> None:
     trainer.belief.logits[0, -1] = torch.inf - torch.inf
 
@@ -87,6 +91,17 @@ class Sour(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.steps += self.training
         return self.layers(x) / (0.0 if self.steps > 3 else 1.0)
+
+
+def test_the_way_out_names_a_prior_that_acts() -> None:
+    for verb, options, named in (
+        (dllp.prune, {"prior": "laplace"}, True),
+        (dllp.prune, {}, False),
+        (dllp.train_dense, {"prior": "laplace"}, False),
+    ):
+        with pytest.raises(NumericsError) as error:
+            verb(network(), table(), config(**options), on_step=break_at(2, weight_of_the_first))
+        assert ("raise prior_scale (now 0.05)" in str(error.value)) == named
 
 
 def test_a_loss_is_named() -> None:
@@ -170,8 +185,10 @@ def test_no_constant_answer_has_less_than_their_loss(labels: list[int]) -> None:
 
 def test_a_run_that_learned_nothing_is_told() -> None:
     y = torch.arange(10)
-    assert health.learned_nothing([0.1, 2.30], y) == ""
-    told = health.learned_nothing([0.1, 2.31], y)
+    assert health.learned_nothing([0.1, 2.30], y, 0.5) == ""
+    told = health.learned_nothing([0.1, 2.31], y, 0.5)
+    assert "larger budget" in told and "budget" not in health.learned_nothing([2.31], y, None)
+    assert health.learned_nothing([0.001], torch.ones(5, 2), 0.5) == "", "all targets are equal: one answer is right"
     assert told.startswith("the training loss ended at 2.31, no better than one answer to all inputs (2.303)")
 
 

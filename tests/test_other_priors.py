@@ -171,8 +171,7 @@ def test_every_prior_prunes_to_its_budget(name: str, granularity: str) -> None:
 
 
 def test_invalid_parameters_are_one_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    unused = ({"prior_scale": 0.1}, {"prior": "laplace", "polarization": 9.0})
-    for changes in ({"prior_scale": 0.0}, {"prior_scale": -1.0}, {"polarization": 0.0}, {"prior": "cauchy"}, *unused):
+    for changes in ({"prior_scale": 0.0}, {"prior_scale": -1.0}, {"polarization": 0.0}, {"prior": "cauchy"}):
         with pytest.raises(ConfigError, match=next(iter(changes))):
             Config(**changes)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="prior laplace: scale = -1"):

@@ -155,7 +155,10 @@ def _curve(axis: Any, values: Sequence[float], limit: float, beside: int) -> Non
     peak = float(around[middle])
     around[middle] = np.nan
     (line,) = axis.plot(centres, around, linewidth=0.9)
-    top = float(np.delete(around, range(max(middle - beside, 0), middle + beside + 1)).max(initial=0.0)) or 1.0
+    top = (
+        float(np.delete(around, range(max(middle - beside, 0), min(middle + beside + 1, len(values)))).max(initial=0.0))
+        or 1.0
+    )
     axis.set_ylim(0, 1.25 * top)
     share, height = peak * 2 * half, min(peak, 1.1 * top)
     axis.scatter([0], [height], s=CIRCLE * share, alpha=0.5, color=line.get_color(), zorder=3, clip_on=False)

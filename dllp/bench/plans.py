@@ -96,7 +96,7 @@ class Variant:
         """The options that ask for it."""
         found = ["--epochs", str(self.epochs)] if self.epochs else []
         found += ["--validation", str(self.validation)] if self.validation else []
-        pairs = [shlex.quote(f"{name}={_as_json(value)}") for name, value in self.settings.items()]
+        pairs = [shlex.quote(f"{name}={_as_json(value)}") for name, value in sorted(self.settings.items())]
         return found + (["--set", *pairs] if pairs else [])
 
 

@@ -111,15 +111,15 @@ def summarise(table: Table, lines: Lines, variant: Variant, store: Store | None 
         "quoted": [vars(quoted) for quoted in table.quoted],
         "evaluated_on": "validation" if variant.validation else "test",
         "units": UNITS,
-        **_data(used),
+        **_data(used, variant),
         "command": _command(table, rows, used, variant),
         **provenance(used),
     }
 
 
-def _data(used: Lines) -> dict[str, str]:
+def _data(used: Lines, variant: Variant) -> dict[str, str]:
     """What the runs were trained on, where they say it."""
-    text = _distinct(data_text(line["data"], line["validation"]) for line in used if "data" in line)
+    text = _distinct(data_text(line["data"], variant.validation) for line in used if "data" in line)
     return {"data": text} if text else {}
 
 

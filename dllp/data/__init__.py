@@ -182,6 +182,9 @@ def _from_npy(path: Path) -> Dataset:
     test = from_pair(held, test_y, mean=mean, std=std, learned=False)
     if train.is_classification != test.is_classification or train.y.shape[1:] != test.y.shape[1:]:
         raise DataError(f"train_y.npy and test_y.npy in {path} differ in kind: both integers, or both floats")
+    one, other = ([size for size in split.target_shape if size > 1] for split in (train, test))
+    if one != other:
+        raise DataError(f"targets of shape {one} in train_y.npy but {other} in test_y.npy of {path}: both must agree")
     if train.is_classification and int(train.y.max()) >= MOST_CLASSES:
         raise DataError(
             f"label {int(train.y.max())} in {path / 'train_y.npy'}: at most {MOST_CLASSES} classes are read"

@@ -72,7 +72,7 @@ def check_labels(y: Tensor, num_classes: int | None = None, place: str = "the da
     if low < 0:
         raise DataError(f"label {low} in {place} is negative: classes count from 0")
     if num_classes == 1:
-        raise DataError(f"the network gives one output for the classes of {place}: it needs one for each, two at least")
+        raise DataError(f"the network has one output for the classes of {place}: it needs one for each, two at least")
     if num_classes is not None and high >= num_classes:
         raise DataError(f"label {high} in {place} is out of range for {num_classes} classes: use 0..{num_classes - 1}")
 

@@ -75,10 +75,11 @@ class _PlainLoader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        self.flatten_mapping(node)
         seen = set()
         for key, _ in node.value:
             name = str(key.value).replace("-", "_")
+            if name == "<<":
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1} merges another part")
             if name in seen:
                 raise yaml.YAMLError(f"line {key.start_mark.line + 1} gives {name[:64]} a second time")
             seen.add(name)
