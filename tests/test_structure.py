@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dllp.coupling import MISALIGNED, UNREAD
 from dllp.errors import Interrupted, StructureError
 from dllp.slicing import Group, cut, recipe
-from dllp.structure import SINGLE, Structure, _Gap, discover, verify
+from dllp.structure import WEIGHTS_INSTEAD, Structure, _Gap, discover, verify
 from tests import families, networks
 from tests.slices import random_keep
 
@@ -266,7 +266,9 @@ def test_groups_that_fail_only_together_are_told_with_the_way_out(monkeypatch: p
     model = networks.chain()
     groups = discover(model, networks.images()).groups
     monkeypatch.setattr("dllp.structure._gap", gap)
-    with pytest.raises(StructureError, match=rf"^groups that pass one by one .* differs; {re.escape(SINGLE)}$"):
+    with pytest.raises(
+        StructureError, match=rf"^groups that pass one by one .* differs; {re.escape(WEIGHTS_INSTEAD)}$"
+    ):
         verify(model, groups, torch.ones(20, dtype=torch.bool), networks.images())
 
 
