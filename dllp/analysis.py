@@ -114,7 +114,8 @@ def study(parts: Mapping[str, Mapping[str, Array]], reference: Mapping[str, Arra
     references = {**reference, WHOLE: distribution.pooled(known)}
     shapes, densities = {}, {}
     for name, layer in everything.items():
-        limit = LIMIT * (max(float(layer[part].std()) for part in ("before", "kept") if len(layer[part])) or 1.0)
+        widths = [float(layer[part].std()) for part in ("before", "kept") if len(layer[part])]
+        limit = LIMIT * (max(widths, default=0.0) or 1.0)
         found = {part: distribution.describe(layer[part], references.get(name)) for part in PARTS}
         shapes[name] = {part: None if shape is None else asdict(shape) for part, shape in found.items()}
         densities[name] = {

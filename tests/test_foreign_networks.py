@@ -17,25 +17,8 @@ import dllp
 from dllp.export import export
 from dllp.speed import subjects
 from dllp.structure import discover
+from tests.foreign import CLASSES, run, stack
 from tests.networks import Head, conv_bn, images, shuffle
-
-CLASSES = 5
-
-
-def run(model: nn.Module, data: Any = None, filter_fn: Any = None, **changes: Any) -> dllp.Result:
-    """A short run on images of 8 by 8."""
-    settings: dict[str, Any] = dict(epochs=2, batch_size=12, lr=0.02, warmup=0, keep_flops=0.5, device="cpu")
-    if data is None:
-        x = torch.randn(24, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-        data = x, torch.arange(24) % CLASSES
-    return dllp.prune(model, data, dllp.Config(**(settings | changes)), filter_fn=filter_fn)
-
-
-def stack() -> nn.Sequential:
-    """Three convolutions; the middle one is what a test changes."""
-    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES))
-
 
 # ---- channels
 
@@ -302,69 +285,3 @@ def test_attention_costs_its_scores_whoever_computes_them(fused: bool):
     assert discover(Attending(), torch.randn(2, words, 8), channels=False).flops.dense == (
         projections + scores + 8 * CLASSES
     )
-
-
-# ---- one line for what is not supported
-
-
-class Auxiliary(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = stack()
-
-    def forward(self, x: Tensor) -> Any:
-        return (self.net(x), x) if self.training else self.net(x)
-
-
-class InPlace(Auxiliary):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x.sub_(1))
-
-
-class Spectrum(Auxiliary):
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.ones(3, 1, 1, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net((x * self.factor).real)
-
-
-def all_parametrized() -> nn.Module:
-    model = stack()
-    for k in (0, 2, 4):
-        parametrizations.weight_norm(model[k])
-    return model
-
-
-REFUSED = {
-    "script": (lambda: torch.jit.script(stack()), "torch.jit"),
-    "compile": (lambda: torch.compile(stack(), backend="eager"), "_orig_mod"),
-    "parallel": (lambda: nn.DataParallel(stack()), r"DataParallel.* its \.module"),
-    "inner parallel": (lambda: nn.Sequential(nn.DataParallel(stack())), r"'0' is wrapped"),
-    "half": (lambda: stack().half(), r"float16 but inputs float32.*\.float\(\)"),
-    "frozen": (lambda: stack().requires_grad_(False), r"frozen.*requires_grad_"),
-    "auxiliary": (Auxiliary, "in training.* not a tuple"),
-    "pixels": (lambda: nn.Conv2d(3, CLASSES, 1), r"\(batch, outputs\), not one of shape \(2, 5, 8, 8\)"),
-    "in place": (InPlace, r"changes its inputs in place.*clone"),
-    "complex": (Spectrum, "'factor' holds no real numbers"),
-    "parametrized": (all_parametrized, "no weights to gate: 2, 4, 0: .* computed.* parametrization"),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_supported_is_refused_by_one_line_with_the_way_out(name: str):
-    build, told = REFUSED[name]
-    with pytest.raises(dllp.StructureError, match=told):
-        run(build(), granularity="weight")
-
-
-def test_a_budget_out_of_reach_tells_which_layers_stay_whole():
-    model = stack()
-    parametrizations.weight_norm(model[2])
-    with pytest.raises(
-        dllp.StructureError,
-        match=r"keep more, or use granularity='weight' or method magnitude-l2 \(whole are 2: the weight",
-    ):
-        run(model, keep_flops=0.1)
