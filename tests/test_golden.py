@@ -1,4 +1,4 @@
-"""Names and files that must outlive every change of the code: published digests, stored runs, the public API, help texts.
+"""Names and files that outlive every change of the code: digests, stored runs, the public API, help texts.
 
 `python -m tests.test_golden` writes `tests/golden/` again; a difference there is a decision, never an accident. The run
 folder and the checkpoint in it were written by version 0.1.0 and are never made anew.
@@ -67,7 +67,7 @@ def checkpoint_fingerprint() -> str:
 
 
 def outline(value: Any) -> Any:
-    """A JSON value with its real numbers and lists replaced by what kind they are: machines differ in the last digits."""
+    """A JSON value with numbers and lists replaced by their kind: machines differ in the last digits."""
     if isinstance(value, dict):
         return {key: outline(entry) for key, entry in value.items()}
     if isinstance(value, list):
