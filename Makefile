@@ -39,7 +39,7 @@ test-slow: $(STAMP) ## The tests that take minutes
 lint: $(STAMP) ## Check style, formatting, and what bandit thinks unsafe
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive dllp benchmarks
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive dllp paper benchmarks
 
 format: $(STAMP) ## Repair style and formatting
 	$(BIN)/ruff check --fix .
@@ -55,18 +55,18 @@ docs: $(STAMP) ## Build the documentation into build/site, warnings as errors; n
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 test-hosts: $(STAMP) ## Two hosts joined by a link that is cut in mid-run (needs root and ip)
-	$(BIN)/python -m tests.hosts
+	$(BIN)/python -m tests.robustness.hosts
 
 crash: $(STAMP) ## Kill runs 300 times, some of the demo, and compare what they end with (results/trust/summary.json)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.crash.harness --kills 300 --demo 2 --summary results/trust/summary.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.robustness.crash.harness --kills 300 --demo 2 --summary results/trust/summary.json
 
 fuzz: $(STAMP) ## Feed 100,000 damaged files to its readers, and atheris where it installs (results/trust/summary.json)
 	-@$(BIN)/python -m pip install --quiet -c constraints.txt atheris
-	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/run.py --inputs $(FUZZ) --atheris $(ATHERIS) --out results/trust/summary.json
+	OMP_NUM_THREADS=1 $(BIN)/python tests/robustness/fuzz/run.py --inputs $(FUZZ) --atheris $(ATHERIS) --out results/trust/summary.json
 
 audit: $(STAMP) ## Known vulnerabilities of the pinned versions, where a database can be reached
 	-@$(BIN)/python -m pip install --quiet -c constraints.txt pip-audit
-	$(BIN)/python tests/audit.py
+	$(BIN)/python tests/robustness/audit.py
 
 bench-step: $(STAMP) ## Time and memory of one step, as ratios to plain training
 	$(BIN)/python benchmarks/step.py
@@ -82,4 +82,4 @@ wheel: $(STAMP) ## Build sdist and wheel, install the wheel elsewhere and start 
 
 clean: ## Remove the environment, caches and build results (runs/ stays)
 	rm -rf $(VENV) build dist .coverage .coverage.* htmlcov .pytest_cache .ruff_cache .import_linter_cache .hypothesis
-	find dllp tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find dllp paper tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,4 +1,4 @@
-"""Batch norm, shortcut and ReLU in one operation (`dllp.fusednorm`) against PyTorch's three, on shapes of ResNet-56.
+"""Batch norm, shortcut and ReLU as one operation (`dllp.devices.fused_norm`) against PyTorch's three, on ResNet-56.
 
 python benchmarks/batchnorm.py            # needs CUDA; forward and backward on bfloat16 activations, medians
 """
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dllp import fusednorm
+from dllp.devices import fused_norm
 
 SHAPES = ((512, 16, 32, 32), (512, 32, 16, 16), (512, 64, 8, 8), (512, 8, 32, 32), (512, 512, 4, 4))
 
@@ -65,8 +65,8 @@ def main() -> None:
         line = {"shape": shape, "shortcut": shortcut, "plain_ms": duration(plain, shape, shortcut)}
         for choice in tiles:
             if choice is not None:
-                fusednorm.TILE, fusednorm.PARTS, fusednorm.WARPS = choice
-            fused = duration(fusednorm.FusedNorm(norm, relu=True), shape, shortcut)
+                fused_norm.TILE, fused_norm.PARTS, fused_norm.WARPS = choice
+            fused = duration(fused_norm.FusedNorm(norm, relu=True), shape, shortcut)
             print(json.dumps({**line, "tile": choice, "fused_ms": fused, "ratio": round(fused / line["plain_ms"], 3)}))
 
 

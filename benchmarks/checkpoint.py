@@ -27,14 +27,15 @@ from typing import Any
 import torch
 
 import dllp
-from dllp import devices, prepare, zoo
+from dllp import prepare, zoo
 from dllp.api import healthy_snapshot
-from dllp.checkpoints import Checkpoints
 from dllp.config import Config
 from dllp.data import ArrayData, Dataset, load
-from dllp.particles import Particles
-from dllp.structure import discover
-from dllp.train import Trainer, deterministic_kernels
+from dllp.devices import device as devices
+from dllp.runs.checkpoints import Checkpoints
+from dllp.structure.groups import discover
+from dllp.training.particles import Particles
+from dllp.training.trainer import Trainer, deterministic_kernels
 
 TARGET = 0.02
 

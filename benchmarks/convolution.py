@@ -1,4 +1,4 @@
-"""A 3x3 convolution of few channels (`dllp.directconv`) against cuDNN's, on the shapes of ResNet-56's stages.
+"""A 3x3 convolution of few channels (`dllp.devices.direct_conv`) against cuDNN's, on the shapes of ResNet-56's stages.
 
 python benchmarks/convolution.py [--sweep]     # needs CUDA; bfloat16 activations, medians in milliseconds
 
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from batchnorm import milliseconds
 from torch import Tensor
 
-from dllp import directconv
-from dllp.directconv import Tiles
+from dllp.devices import direct_conv
+from dllp.devices.direct_conv import Tiles
 
 SHAPES = (
     ((512, 16, 32, 32), 16), ((512, 32, 16, 16), 32), ((512, 64, 8, 8), 64), ((512, 16, 32, 32), 8),
@@ -47,9 +47,9 @@ def library(x: Tensor, weight: Tensor, dy: Tensor) -> dict[str, float]:
 
 def direct(x: Tensor, weight: Tensor, dy: Tensor) -> dict[str, float]:
     return {
-        "forward": milliseconds(lambda: directconv.convolve(x, weight)),
-        "inputs": milliseconds(lambda: directconv.convolve(dy, weight, transposed=True)),
-        "weights": milliseconds(lambda: directconv.weight_gradient(x, dy)),
+        "forward": milliseconds(lambda: direct_conv.convolve(x, weight)),
+        "inputs": milliseconds(lambda: direct_conv.convolve(dy, weight, transposed=True)),
+        "weights": milliseconds(lambda: direct_conv.weight_gradient(x, dy)),
     }
 
 
@@ -58,8 +58,8 @@ def error(x: Tensor, weight: Tensor, dy: Tensor) -> dict[str, float]:
     leaves = [x.double().requires_grad_(), weight.double().requires_grad_()]
     y = F.conv2d(*leaves, padding=1)
     true = [y, *torch.autograd.grad(y, leaves, dy.double())]
-    found = [directconv.convolve(x, weight), directconv.convolve(dy, weight, transposed=True)]
-    found.append(directconv.weight_gradient(x, dy))
+    found = [direct_conv.convolve(x, weight), direct_conv.convolve(dy, weight, transposed=True)]
+    found.append(direct_conv.weight_gradient(x, dy))
     pairs = zip(("forward", "inputs", "weights"), found, true, strict=True)
     return {name: float((a.double() - b).norm() / b.norm()) for name, a, b in pairs}
 
@@ -77,7 +77,7 @@ def main() -> None:
         line |= {"library": library(x, weight, dy)}
         for tiles in choices:
             if tiles is not None:
-                directconv.CONVOLVE = directconv.WEIGHTS = tiles
+                direct_conv.CONVOLVE = direct_conv.WEIGHTS = tiles
             print(json.dumps({**line, "tiles": tiles and vars(tiles), "direct": direct(x, weight, dy)}), flush=True)
 
 

@@ -45,11 +45,11 @@ def measure(options: argparse.Namespace, setting: str, phase: str) -> dict[str, 
 
     from dllp import zoo
     from dllp.config import Config
-    from dllp.engine import Capture
-    from dllp.particles import Particles
+    from dllp.devices.cuda_graph import Capture
     from dllp.prepare import make_gating
-    from dllp.structure import discover
-    from dllp.train import Trainer
+    from dllp.structure.groups import discover
+    from dllp.training.particles import Particles
+    from dllp.training.trainer import Trainer
 
     torch.manual_seed(0)
     cuda = torch.cuda.is_available()

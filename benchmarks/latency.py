@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from dllp import speed
-from dllp.shipping import environment
-from dllp.slicing import cut, recipe
-from dllp.structure import discover
+from dllp.cli.export import environment
+from dllp.deploy import speed
+from dllp.structure.groups import discover
+from dllp.structure.slicing import cut, recipe
 from dllp.zoo import build
 
 CASES = (("vgg16_bn", "table2", "a0bc110bb3ef6ed5", 3.0), ("resnet56", "table1", "88d16785dba05e9c", 1.7))

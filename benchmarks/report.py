@@ -23,9 +23,12 @@ import numpy as np
 import torch
 
 import dllp
-from dllp import artifacts, examples, speed, writing
-from dllp.belief import BINS
-from dllp.evaluate import DENSE
+from dllp import writing
+from dllp.deploy import speed
+from dllp.evaluation import examples
+from dllp.evaluation.evaluate import DENSE
+from dllp.runs import artifacts
+from dllp.training.latents import BINS
 from dllp.zoo import build
 
 RUNS = 5
@@ -119,7 +122,7 @@ def main() -> None:
         "first_paint_ms": [p["first_paint_ms"] for p in paints],
         "all_plots_ms": [p["all_plots_ms"] for p in paints],
         "runs": runs,
-        "environment": dllp.devices.environment(torch.device("cpu")),
+        "environment": dllp.devices.device.environment(torch.device("cpu")),
     }
     writing.write_json(out / "summary.json", summary)
     rows = {

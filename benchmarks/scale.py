@@ -53,11 +53,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any] | None:
 
     from dllp import zoo
     from dllp.config import Config
-    from dllp.particles import Particles
+    from dllp.devices.ranks import joined
     from dllp.prepare import make_gating
-    from dllp.ranks import joined
-    from dllp.structure import discover
-    from dllp.train import Trainer
+    from dllp.structure.groups import discover
+    from dllp.training.particles import Particles
+    from dllp.training.trainer import Trainer
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

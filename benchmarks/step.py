@@ -41,10 +41,10 @@ def stepper(variant: str, options: argparse.Namespace) -> Callable[[], None]:
 
     from dllp import zoo
     from dllp.config import Config
-    from dllp.particles import Particles
     from dllp.prepare import make_gating
-    from dllp.structure import discover
-    from dllp.train import Trainer
+    from dllp.structure.groups import discover
+    from dllp.training.particles import Particles
+    from dllp.training.trainer import Trainer
 
     torch.manual_seed(0)
     device = torch.device("cpu")

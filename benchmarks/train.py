@@ -18,13 +18,14 @@ from collections.abc import Callable
 import torch
 from plain import PlainCopies
 
-from dllp import fusion, zoo
+from dllp import zoo
 from dllp.config import Config
-from dllp.engine import Capture
-from dllp.particles import Particles
+from dllp.devices import fuse
+from dllp.devices.cuda_graph import Capture
 from dllp.prepare import make_gating
-from dllp.structure import discover
-from dllp.train import Trainer
+from dllp.structure.groups import discover
+from dllp.training.particles import Particles
+from dllp.training.trainer import Trainer
 
 
 def trainer_for(model: torch.nn.Module, config: Config, device: torch.device, gated: bool) -> Trainer:
@@ -77,7 +78,7 @@ def main() -> None:
     def plain(fused: bool) -> Callable[[], None]:
         copies = PlainCopies(model, options.particles, device, bf16)
         if fused:
-            copies.networks = fusion.fuse(copies.networks, x[:16])
+            copies.networks = fuse.fuse(copies.networks, x[:16])
         capture = Capture(copies.step, torch.Generator(device), enabled=bf16 and options.engine != "eager")
         return lambda: capture(x, y, key="plain")
 
@@ -97,7 +98,7 @@ def main() -> None:
 
     states: dict[str, str] = {}
     add("plain", lambda: plain(False))
-    if bf16 and fusion.available():
+    if bf16 and fuse.available():
         add("plain, fused norms", lambda: plain(True))
     for phase in ("dense", "soft", "discrete"):
         add(phase, lambda phase=phase: dllp(phase))

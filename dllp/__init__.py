@@ -8,10 +8,10 @@ while_loading()  # before what takes seconds to load
 from dllp.api import prune, train_dense
 from dllp.config import Config
 from dllp.errors import ArtifactError, ConfigError, DataError, DllpError, StructureError
+from dllp.evaluation.sampling import sample_gates
 from dllp.posterior import Posterior, Prediction
 from dllp.result import Result, load
-from dllp.sampling import sample_gates
-from dllp.train import EpochRecord
+from dllp.training.trainer import EpochRecord
 from dllp.version import __version__
 
 __all__ = [

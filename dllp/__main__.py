@@ -2,7 +2,7 @@
 
 import sys
 
-from dllp.cli import main
+from dllp.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

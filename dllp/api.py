@@ -7,23 +7,24 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from dllp import health, notebook
-from dllp.checkpoints import State
+from dllp import notebook
 from dllp.collect import collect
 from dllp.config import SPIKE_AND_SLAB, Config
 from dllp.data import StreamBatches
+from dllp.devices.mesh import Place
+from dllp.devices.ranks import Ranks
+from dllp.devices.torch_context import undisturbed
 from dllp.errors import ConfigError, NumericsError, StructureError
-from dllp.gating import ChannelGating, WeightGating
-from dllp.parallel import Place
-from dllp.particles import Particles
 from dllp.prepare import Data, Source, check_parts, make_gating, prepare
-from dllp.ranks import Ranks
 from dllp.result import Result
-from dllp.sharing import AnyCheckpoints
-from dllp.state import begin_snapshot, changing, restore, snapshot, unsound
-from dllp.structure import WEIGHTS_INSTEAD, FilterFn
-from dllp.surroundings import undisturbed
-from dllp.train import EpochRecord, Trainer
+from dllp.runs.checkpoints import State
+from dllp.runs.shared_checkpoints import AnyCheckpoints
+from dllp.structure.groups import WEIGHTS_INSTEAD, FilterFn
+from dllp.training import health
+from dllp.training.gating import ChannelGating, WeightGating
+from dllp.training.particles import Particles
+from dllp.training.state import begin_snapshot, changing, restore, snapshot, unsound
+from dllp.training.trainer import EpochRecord, Trainer
 
 OnEpoch = Callable[[EpochRecord], None]
 OnStep = Callable[[Trainer], None]
@@ -57,7 +58,7 @@ def prune(
         on_start: Called with the :class:`Trainer` before its first step and after a rollback: its history has the
             epochs that a checkpoint brought.
         checkpoints: Where the run writes its checkpoints; it goes on from the newest one that it finds there.
-        ranks: The processes that share the run, from :func:`dllp.ranks.joined`: all call this, with the same
+        ranks: The processes that share the run, from :func:`dllp.devices.ranks.joined`: all call this, with the same
             arguments, and all get the same result; `config.parallel` says what they share.
     """
     config, ranks = _resolved(config), ranks or Ranks()
@@ -119,9 +120,9 @@ def _check_kinds(checkpoints: object, ranks: object, **hooks: object) -> None:
         if hook is not None and not callable(hook):
             raise ConfigError(f"{name} = {hook!r:.60}: give a function")
     if checkpoints is not None and not isinstance(checkpoints, AnyCheckpoints):
-        raise ConfigError(f"checkpoints = {checkpoints!r:.60}: give dllp.checkpoints.Checkpoints(folder)")
+        raise ConfigError(f"checkpoints = {checkpoints!r:.60}: give dllp.runs.checkpoints.Checkpoints(folder)")
     if not isinstance(ranks, Ranks):
-        raise ConfigError(f"ranks = {ranks!r:.60}: give what dllp.ranks.joined() gives, or leave it out")
+        raise ConfigError(f"ranks = {ranks!r:.60}: give what dllp.devices.ranks.joined() gives, or leave it out")
 
 
 def _placed(ranks: Ranks, config: Config, batches: Source, model: nn.Module, example: Tensor) -> Place:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllp.devices import environment
-from dllp.extract import extract
-from dllp.gating import ChannelGating, WeightGating
+from dllp.devices.device import environment
 from dllp.result import Result, Size, posterior_of
-from dllp.structure import Structure
-from dllp.train import Trainer
+from dllp.structure.groups import Structure
+from dllp.training.extract import extract
+from dllp.training.gating import ChannelGating, WeightGating
+from dllp.training.trainer import Trainer
 
 
 def collect(trainer: Trainer, structure: Structure, example: Tensor) -> Result:

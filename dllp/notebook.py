@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dllp.config import Config
-from dllp.train import Trainer
+from dllp.training.trainer import Trainer
 
 PAUSE = 0.5
 """Seconds between two updates within an epoch."""

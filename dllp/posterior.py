@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from dllp import objective
 from dllp.errors import ConfigError, DataError, check_count, first_line
-from dllp.tracing import UNFIT
+from dllp.method import objective
+from dllp.structure.trace import UNFIT
 
 
 @dataclass(frozen=True)

@@ -22,15 +22,15 @@ from dllp.data import (
     load,
     validate,
 )  # fmt: skip
-from dllp.devices import check_repeatable, find_device
+from dllp.devices.device import check_repeatable, find_device
+from dllp.devices.mesh import Place
+from dllp.devices.ranks import Ranks
 from dllp.errors import DataError, StructureError, first_line
-from dllp.gating import ChannelGating, FilterFn, WeightGating
-from dllp.parallel import Place
-from dllp.particles import Particles
-from dllp.ranks import Ranks
-from dllp.slicing import copied
-from dllp.structure import Structure, discover
-from dllp.tracing import check_network, isolated, misfit
+from dllp.structure.groups import Structure, discover
+from dllp.structure.slicing import copied
+from dllp.structure.trace import check_network, isolated, misfit
+from dllp.training.gating import ChannelGating, FilterFn, WeightGating
+from dllp.training.particles import Particles
 
 Data = DataLoader[Any] | tuple[Any, Any] | ArrayData | StreamedData | Dataset | str | os.PathLike[str]
 Source = Batches | LoaderBatches | StreamBatches

@@ -9,14 +9,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dllp import artifacts, notebook, reading, writing
+from dllp import notebook, reading, writing
 from dllp.config import Config
+from dllp.devices.torch_context import undisturbed
 from dllp.errors import ArtifactError, ConfigError, StructureError
-from dllp.extract import Slab
 from dllp.posterior import Posterior
-from dllp.slicing import copied, cut
-from dllp.surroundings import undisturbed
-from dllp.tracing import check_network
+from dllp.runs import artifacts
+from dllp.structure.slicing import copied, cut
+from dllp.structure.trace import check_network
+from dllp.training.extract import Slab
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ def seed() -> None:
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run folder that nobody changes."""
-    from tests.commands import short_run
-    from tests.once import once
+    from tests.support.commands import short_run
+    from tests.support.once import once
 
     return once(tmp_path_factory, "finished", short_run) / "first"
 
@@ -60,8 +60,8 @@ def copied(run: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def report_page(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The report of a finished run."""
-    from tests.once import once
-    from tests.pages import PAGE, write_page
+    from tests.support.once import once
+    from tests.support.pages import PAGE, write_page
 
     return (once(tmp_path_factory, "page", lambda folder: write_page(finished, folder)) / PAGE).read_text("utf-8")
 
@@ -69,7 +69,7 @@ def report_page(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> str
 @pytest.fixture(scope="module", params=["channel", "weight"])
 def saved_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple["dllp.Result", Path]:
     """What pruning has found, of either granularity, and the folder where Python has saved it."""
-    from tests.saved import pruned
+    from tests.support.saved import pruned
 
     result = pruned(request.param)
     return result, result.save(tmp_path_factory.mktemp("run") / request.param)
@@ -78,7 +78,7 @@ def saved_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.fixture(scope="session")
 def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of images that nobody changes."""
-    from tests import pictures
+    from tests.support import pictures
 
     return pictures.folder(tmp_path_factory.mktemp("pictures") / "set")
 
@@ -92,7 +92,7 @@ def own_photographs(photographs: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a module with networks of a user's own, in the current folder."""
-    from tests.commands import settle
+    from tests.support.commands import settle
 
     return settle(tmp_path, monkeypatch)
 

@@ -11,7 +11,7 @@ import pytest
 
 import dllp
 from dllp import notebook
-from tests.commands import ENVIRONMENT
+from tests.support.commands import ENVIRONMENT
 
 PRUNE = """
 import torch, dllp

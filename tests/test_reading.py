@@ -13,12 +13,14 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from dllp import artifacts, data, options, reading
-from dllp.bench.store import Store
-from dllp.cli import main
+from dllp import data, reading
+from dllp.cli import options
+from dllp.cli.main import main
 from dllp.data import images as pictures_of
 from dllp.errors import LONGEST, ArtifactError, ConfigError, DataError, DllpError
-from tests.commands import FAST, npy, one_line, settle
+from dllp.runs import artifacts
+from paper.store import Store
+from tests.support.commands import FAST, npy, one_line, settle
 
 
 def images(root: Path, size: tuple[int, int] = (8, 8)) -> Path:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from types import MappingProxyType
 
-from dllp.baselines.chance import Random
 from dllp.baselines.cp import ChannelPruning
 from dllp.baselines.deephoyer import DeepHoyer
 from dllp.baselines.filters import L1Filters
@@ -14,6 +13,7 @@ from dllp.baselines.fpgm import GeometricMedian
 from dllp.baselines.magnitude import MagnitudeL1, MagnitudeL2
 from dllp.baselines.polarization import Polarization
 from dllp.baselines.protocol import Method
+from dllp.baselines.random_channels import Random
 from dllp.baselines.slimming import Slimming
 from dllp.baselines.soft import SoftFilters
 from dllp.baselines.sss import SparseStructures

@@ -7,7 +7,7 @@ from typing import Any
 
 from dllp.api import OnStep, train_dense
 from dllp.result import Result
-from dllp.train import Trainer
+from dllp.training.trainer import Trainer
 
 Verb = Callable[..., Result]
 """Something like :func:`dllp.api.train_dense`."""

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dllp.baselines.protocol import Method, Scene, not_negative, penalty
 from dllp.config import Config
-from dllp.priors import PRIORS
-from dllp.train import Trainer
+from dllp.method.priors import PRIORS
+from dllp.training.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from dllp.baselines.protocol import Published, Scene, penalty
 from dllp.baselines.slimming import Slimming
-from dllp.priors import PRIORS
-from dllp.train import Trainer
+from dllp.method.priors import PRIORS
+from dllp.training.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from dllp.config import Config, Granularity
 from dllp.errors import ConfigError
-from dllp.gating import ChannelGating, Scales, WeightGating, channel_scales
-from dllp.particles import Particles
-from dllp.priors import Prior
-from dllp.slicing import Recipe
-from dllp.structure import Structure
-from dllp.train import Trainer
+from dllp.method.priors import Prior
+from dllp.structure.groups import Structure
+from dllp.structure.slicing import Recipe
+from dllp.training.gating import ChannelGating, Scales, WeightGating, channel_scales
+from dllp.training.particles import Particles
+from dllp.training.trainer import Trainer
 
 PRIOR_SETTINGS = ("prior", "prior_scale", "polarization", "slab_decay")
 """Settings of DLLP's own prior, which no other method has."""

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from dllp.api import train_dense
+from dllp.baselines.finetune import in_lanes
 from dllp.baselines.hooks import Verb, holding, hooked
-from dllp.baselines.lanes import in_lanes
 from dllp.baselines.protocol import Method, Scene
 from dllp.collect import costs
 from dllp.config import Config
+from dllp.devices.torch_context import undisturbed
 from dllp.errors import ConfigError, is_whole
-from dllp.extract import extract
-from dllp.gating import WeightGating
-from dllp.particles import Particles
 from dllp.prepare import Data, make_gating, prepare
 from dllp.result import Result, Size, posterior_of
-from dllp.structure import FilterFn, Structure
-from dllp.surroundings import undisturbed
-from dllp.train import Trainer
+from dllp.structure.groups import FilterFn, Structure
+from dllp.training.extract import extract
+from dllp.training.gating import WeightGating
+from dllp.training.particles import Particles
+from dllp.training.trainer import Trainer
 
 Train = Callable[[Verb, str, nn.Module, Data, Config], Result]
 """Runs a verb as the named stage of a run."""

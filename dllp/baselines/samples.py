@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dllp.baselines.protocol import Scene
-from dllp.slicing import Group
+from dllp.structure.slicing import Group
 
 PLACES = 10
 """Looks at each image; a linear layer after pooling has one place only, and is looked at there as often."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dllp.baselines.protocol import Method, Published, Scene, not_negative, penalty, share
-from dllp.priors import PRIORS
-from dllp.train import Trainer
+from dllp.method.priors import PRIORS
+from dllp.training.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from torch import Tensor
 from dllp.baselines.protocol import Method, Published, Scene, share
 from dllp.config import Config
 from dllp.errors import ConfigError
-from dllp.gating import NORMS
-from dllp.train import Trainer
+from dllp.training.gating import NORMS
+from dllp.training.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 
 from dllp.baselines.protocol import Scene
 from dllp.baselines.slimming import Slimming
-from dllp.train import Trainer
+from dllp.training.trainer import Trainer
 
 
 @dataclass(frozen=True)

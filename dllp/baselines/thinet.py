@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dllp.baselines.protocol import Method, Published, Scene
 from dllp.baselines.samples import Sample, consumers, contributions, flat_weight, observe, rebuild, towards
 from dllp.errors import DataError
-from dllp.slicing import Recipe
+from dllp.structure.slicing import Recipe
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from dllp.data.loaders import BatchSource, LoaderBatches
 from dllp.data.split import holdout, stratified
 from dllp.data.stream import IN_MEMORY, StreamBatches, StreamedData
 from dllp.data.workers import check as check_workers
+from dllp.devices.torch_context import undisturbed
 from dllp.errors import DataError
-from dllp.surroundings import undisturbed
 
 __all__ = [
     "ArrayData", "BatchSource", "Batches", "Dataset", "LoaderBatches", "StreamBatches", "StreamedData", "check_finite",

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dllp.deploy.speed import describe, headline
 from dllp.errors import ArtifactError
-from dllp.evaluate import DENSE, TOGETHER
+from dllp.evaluation.evaluate import DENSE, TOGETHER
 from dllp.report.contents import Run
 from dllp.report.figures import CYCLE, GREY, MARKS, Plot, Section, axis, line, short
 from dllp.report.markup import table
 from dllp.report.names import plot_text
 from dllp.report.units import metric, percent, short_number
-from dllp.speed import describe, headline
 
 KINDS = (DENSE, "particle 1", TOGETHER)
 

@@ -6,16 +6,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dllp import artifacts, examples, reading
+from dllp import reading
+from dllp.deploy.speed import LayerTime
+from dllp.deploy.speed import Row as SpeedRow
 from dllp.errors import ArtifactError
-from dllp.evaluate import CLEAN, DENSE, TOGETHER, Row
-from dllp.examples import Examples
+from dllp.evaluation import examples
+from dllp.evaluation.evaluate import CLEAN, DENSE, TOGETHER, Row
+from dllp.evaluation.examples import Examples
 from dllp.report.gallery import Picture
 from dllp.report.names import plain
 from dllp.result import Size
-from dllp.speed import LayerTime
-from dllp.speed import Row as SpeedRow
-from dllp.train import EpochRecord
+from dllp.runs import artifacts
+from dllp.training.trainer import EpochRecord
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from dllp.data import ArrayData
-from dllp.examples import Examples
+from dllp.evaluation.examples import Examples
 from dllp.report.names import html_text
 
 SHOWN, LARGEST = 12, 160

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dllp.deploy.speed import DENSE, LayerTime, describe, headline, holding_back
+from dllp.deploy.speed import Row as SpeedRow
 from dllp.report.channels import ROW
 from dllp.report.contents import Run, Speed
 from dllp.report.figures import BLUE, CYCLE, ORANGE, Plot, Section, axis, distinct, names_axis, short
 from dllp.report.markup import folded, note, table
 from dllp.report.names import plot_text
-from dllp.speed import DENSE, LayerTime, describe, headline, holding_back
-from dllp.speed import Row as SpeedRow
 
 MOST = 30
 """Layers that are drawn: those that matter most."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dllp.evaluate import CLEAN
+from dllp.evaluation.evaluate import CLEAN
 from dllp.report.contents import Run
 from dllp.report.figures import DASHES, MARKS, Plot, Section, Trace, axis, distinct, line
 from dllp.report.trust import NETWORKS

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from dllp.belief import BINS
 from dllp.report.contents import Run
 from dllp.report.figures import BLUE, GREEN, GREY, ORANGE, VERMILION, Plot, Section, Trace, axis, band, line
 from dllp.report.names import plain
-from dllp.train import EpochRecord
+from dllp.training.latents import BINS
+from dllp.training.trainer import EpochRecord
 
 PHASES = {"soft": "gates close", "discrete": "gates discrete"}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dllp.evaluate import DENSE, TOGETHER
-from dllp.examples import Examples
-from dllp.metrics import BINS
+from dllp.evaluation.evaluate import DENSE, TOGETHER
+from dllp.evaluation.examples import Examples
+from dllp.evaluation.metrics import BINS
 from dllp.report import gallery
 from dllp.report.contents import Run
 from dllp.report.figures import (

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 
-from dllp.evaluate import DENSE, TOGETHER, Row
+from dllp.deploy.speed import DENSE as DENSE_NETWORK
+from dllp.deploy.speed import Row as SpeedRow
+from dllp.deploy.speed import describe, headline
+from dllp.evaluation.evaluate import DENSE, TOGETHER, Row
 from dllp.report.contents import Run
 from dllp.report.figures import Section
 from dllp.report.markup import note, table
 from dllp.report.names import html_text
 from dllp.report.units import metric, percent, short_number
-from dllp.speed import DENSE as DENSE_NETWORK
-from dllp.speed import Row as SpeedRow
-from dllp.speed import describe, headline
 
 
 def section(run: Run) -> Section:

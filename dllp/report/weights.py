@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dllp import artifacts
-from dllp.distribution import near_zero_ratio
 from dllp.errors import ArtifactError
+from dllp.method.weight_laws import near_zero_ratio
 from dllp.report.channels import ROW
 from dllp.report.contents import Run
 from dllp.report.figures import (
@@ -32,6 +31,7 @@ from dllp.report.figures import (
     short,
 )
 from dllp.report.names import plain
+from dllp.runs import artifacts
 
 BINS = 60
 FEWEST = 30

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from dllp.errors import ConfigError
-from dllp.initialise import initialise, reinitialise
+from dllp.structure.initialise import initialise, reinitialise
 from dllp.zoo.resnet import resnet20, resnet50, resnet56
 from dllp.zoo.small import mlp, small_cnn, small_resnet
 from dllp.zoo.vgg import vgg11_bn, vgg16_bn

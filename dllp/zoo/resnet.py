@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dllp.errors import ConfigError
-from dllp.initialise import initialise
+from dllp.structure.initialise import initialise
 
 Shortcut = Literal["zero-pad", "projection"]
 

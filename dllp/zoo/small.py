@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from dllp.errors import ConfigError
-from dllp.initialise import initialise
+from dllp.structure.initialise import initialise
 from dllp.zoo.resnet import CifarResNet, Shortcut
 
 

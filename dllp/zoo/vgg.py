@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from dllp.initialise import initialise
+from dllp.structure.initialise import initialise
 
 # Widths of the convolutions of each stage; every stage ends in a 2x2 max-pool.
 STAGES_11 = ((64,), (128,), (256, 256), (512, 512), (512, 512))

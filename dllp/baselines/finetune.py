@@ -1,0 +1,61 @@
+"""Fine-tuning a cut network in widths that processors like: dead channels are added, and taken away afterwards.
+
+On every device, so that a run that was stopped on one goes on on another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dllp.api import train_dense
+from dllp.baselines.hooks import Verb, hooked
+from dllp.config import Config
+from dllp.prepare import Data
+from dllp.result import Result, posterior_of
+from dllp.structure.groups import Structure
+from dllp.structure.padding import fill, kept_places, padded, widened
+from dllp.structure.slicing import Recipe, cut, recipe, restrict
+from dllp.training.trainer import Trainer
+
+MULTIPLE = 8
+"""Tensor cores and vector units of processors want it."""
+
+
+def in_lanes(whole: nn.Module, structure: Structure, keep: Tensor) -> Verb:
+    """Trains a network that was cut from `whole` to the units of `keep` (U,), and may have other weights since.
+
+    Nobody listens to the dead channels, so that the network computes the same with them as without.
+    """
+
+    def run(model: nn.Module, data: Data, config: Config, **rest: Any) -> Result:
+        wide, inner = _widen(whole, structure, keep)
+        places = kept_places(wide, inner)
+        fill(wide, model, places)
+        result = hooked(train_dense, lambda trainer: _hold(trainer, places))(wide, data, config, **rest)
+        small = cut(result.model, inner)
+        slabs = [replace(result.slabs[0], network=small, reference=small)]
+        return replace(result, slabs=slabs, posterior=posterior_of([small], result.gates["noise"], config))
+
+    return run
+
+
+def _widen(whole: nn.Module, structure: Structure, keep: Tensor) -> tuple[nn.Module, Recipe]:
+    """The cut network with dead channels, and what of it is alive."""
+    more = widened(structure, keep, MULTIPLE)
+    wide, _ = padded(whole, structure, keep, MULTIPLE)
+    groups = restrict(structure.groups, more, recipe(whole, structure.groups, more))
+    return wide, recipe(wide, groups, keep[more])
+
+
+def _hold(trainer: Trainer, places: dict[str, Tensor]) -> None:
+    """Let only the living part move."""
+    layout, moving = trainer.particles.layout, torch.zeros_like(trainer.learnable)
+    for name, parameter in trainer.particles.networks[0].named_parameters():
+        alive = torch.zeros(parameter.numel(), dtype=torch.bool)
+        alive[places[name]] = True
+        layout.segments[name].view(moving).copy_(alive.view(parameter.shape))
+    trainer.moving = (moving & trainer.learnable).expand(len(trainer.particles), -1)

@@ -1,0 +1,309 @@
+"""The command `dllp prune`: a run from its options, or from its own folder where it goes on."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dllp import api, writing, zoo
+from dllp.baselines import find as find_method
+from dllp.baselines import run as baseline
+from dllp.cli import options, progress
+from dllp.cli import tensorboard as boards
+from dllp.cli.task import DENSE_FILE, DLLP, SETTINGS, Task, describe, disk
+from dllp.config import Config
+from dllp.data import Dataset
+from dllp.data.bad import LeftOut, Tell
+from dllp.devices.device import WORKSPACE, WORKSPACES, find_device
+from dllp.devices.ranks import Ranks, joined, restarts
+from dllp.errors import ConfigError, Interrupted, NumericsError, RankError
+from dllp.evaluation import evaluate, examples
+from dllp.posterior import Posterior
+from dllp.result import Result, posterior_of
+from dllp.runs import artifacts, pretrained
+from dllp.runs.checkpoints import Checkpoints
+from dllp.runs.folder import RunFolder, Signals
+from dllp.runs.shared_checkpoints import AnyCheckpoints, SharedCheckpoints
+from dllp.training import health
+from dllp.training.state import FREE
+from dllp.training.trainer import EpochRecord, Trainer
+
+OWN = (
+    "out", "overwrite", "resume", "config", "quiet", "trust_imports", "checkpoint_steps", "checkpoint_minutes",
+    "tensorboard",
+)  # fmt: skip
+"""Options of the command itself: no part of a run's settings."""
+MAY_CHANGE = ("data_root", "workers", "max_bad")
+"""Parts of the task that may differ when a run goes on: they change no batch."""
+Prepared = tuple[Dataset, Config, torch.nn.Module, list[str]]
+BEFORE = "before fine-tuning"
+"""The row of another method's network as it was cut."""
+
+
+def prune(given: dict[str, Any]) -> None:
+    """Make a run folder, or finish the one that `--resume` names."""
+    out = Path(given.get("out", options.OUT))
+    names = {"checkpoint_steps": "every_steps", "checkpoint_minutes": "every_minutes"}
+    rhythm = {name: given[option] for option, name in names.items() if option in given}
+    with joined() as ranks, Signals() as signals, ExitStack() as held:
+        if ranks.rank:
+            return follow(ranks, signals)
+        if restarts() and RunFolder(out).unfinished:  # torchrun starts the same command again
+            given = {name: given[name] for name in given if name not in ("overwrite", "config")} | {"resume": True}
+        resume, overwrite = given.get("resume", False), given.get("overwrite", False)
+
+        def take() -> tuple[RunFolder, tuple[Task, dict[str, Any]] | None]:
+            if resume and (overwrite or "config" in given):
+                raise ConfigError("--resume goes on with the folder's own run: leave out --overwrite and --config")
+            if given.get("tensorboard"):
+                boards.require_tensorboard()
+            Checkpoints(out, **rhythm)  # bad values are told before any data is read
+            folder = held.enter_context(RunFolder(out, resume=resume, overwrite=overwrite))
+            if resume and folder.finished:
+                if (out / SETTINGS).is_file():  # a run that was made in Python has none
+                    settings(given, ranks)  # what contradicts the run is told, finished or not
+                return folder, None
+            return folder, settings(given, ranks)
+
+        folder, found = ranks.together(take)
+        ranks.hear(found and {"task": asdict(found[0]), "values": found[1]})
+        if found is None:
+            if not given.get("quiet"):
+                print(f"{out} holds a finished run: there is nothing to do")
+            return
+        task, values = found
+        if task.is_code:
+            folder.command += f" --model {shlex.quote(task.model)}"
+        board = given.get("tensorboard", False)
+        _Pruning(ranks, folder, signals, rhythm, given.get("quiet", False), board).run(task, values)
+
+
+def follow(ranks: Ranks, signals: Signals) -> None:
+    """What every process does but the first: the same trainings by its settings; nothing is written or shown."""
+    ranks.together(lambda: None)
+    found = ranks.hear(None)
+    if found is None:
+        return
+    task = Task(**found["task"])
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in found["values"].items()}
+    data, config, model, new_head = prepared(ranks, task, values, None, quiet=True)
+    for verb, recipe in ((api.prune, config), (api.train_dense, dense_recipe(task, config, new_head))):
+        if recipe is not None:
+            signals.training = SharedCheckpoints(ranks, None)
+            try:
+                verb(model, data, recipe, checkpoints=signals.training, ranks=ranks)
+            except RankError:
+                signals.ignore()
+                raise
+            finally:
+                signals.training = None
+
+
+def prepared(ranks: Ranks, task: Task, values: dict[str, Any], tell: Tell | None, quiet: bool) -> Prepared:
+    """Data, configuration, network and what of it is new to given weights, on every process or on none."""
+
+    def work() -> Prepared:
+        early = task.config(values)  # bad values are told before any data is read
+        find_device(early.device)
+        with progress.download(quiet) as bar:
+            data = task.load(early.seed, bar, tell)
+        if not task.is_code:
+            zoo.check_images(task.model, data.train.shape[1:])
+        config = task.config(values, data).resolved()
+        if config.deterministic:  # read when cuBLAS starts, which it has not yet
+            os.environ.setdefault(WORKSPACE, WORKSPACES[0])
+        model = task.network(config.outputs(data.num_classes), data.in_channels, data.image_size, config.seed)
+        new_head = pretrained.start(model, Path(task.weights)) if task.weights else []
+        return data, config, model, new_head
+
+    return ranks.together(work)
+
+
+def dense_recipe(task: Task, config: Config, new_head: list[str]) -> Config | None:
+    """How the dense network is trained that a run is compared with; None where there is none, or it is given."""
+    if not task.dense or (config.init == "given" and not new_head):
+        return None
+    return replace(config, particles=1, keep_flops=None, keep_params=None)
+
+
+def settings(given: dict[str, Any], ranks: Ranks) -> tuple[Task, dict[str, Any]]:
+    """The task and the values of Config that the user gave, here, in a settings file, or when the run began."""
+    chosen = {name: value for name, value in given.items() if name not in OWN}
+    if given.get("resume"):
+        path = artifacts.member(Path(given.get("out", options.OUT)), SETTINGS)
+        values = options.read(path)
+        for name, value in chosen.items():
+            known = values.get(name)
+            same = Path(str(value)).resolve() == Path(str(known)) if name in ("data", "weights") else False
+            if name not in (*FREE, *MAY_CHANGE) and value != known and not same:
+                raise ConfigError(f"{name} = {value} contradicts the run, which has {known}: leave it out")
+            values[name] = known if same else value
+        whose = "the run's"
+    else:
+        values = (options.read(Path(given["config"])) if "config" in given else {}) | chosen
+        whose = "the settings file's"
+    task = Task(**{name: values.pop(name) for name in options.TASK if name in values})
+    check_import(task, given, whose)
+    if task.method != DLLP and not ranks.alone:
+        raise ConfigError(f"method {task.method} trains in one process: start it without torchrun")
+    return task, values
+
+
+class _Pruning:
+    """One run of the command, from validated options to the table at the end."""
+
+    def __init__(
+        self, ranks: Ranks, folder: RunFolder, signals: Signals, rhythm: dict[str, Any], quiet: bool, tensorboard: bool
+    ) -> None:
+        self.ranks, self.folder, self.signals, self.rhythm, self.quiet = ranks, folder, signals, rhythm, quiet
+        self.tensorboard = tensorboard
+
+    def run(self, task: Task, values: dict[str, Any]) -> None:
+        data, config, model, self.new_head = prepared(self.ranks, task, values, self.leave_out, self.quiet)
+        for text in self.new_head:
+            warn(text)
+        device = find_device(config.device)
+        task = task.anchored()
+        self.text = options.write(asdict(task), config)
+        if self.folder.resume and device.type == "cuda" and not config.deterministic:
+            self.say("on CUDA without --deterministic the result has the same quality, but is not equal bit for bit")
+        before: Result | None = None
+        with progress.reporter(self.quiet) as shown:
+            if task.method == DLLP:
+                result, dense = self.dllp(task, model, data, config, shown)
+            else:
+                result, dense, before = self.other(task, model, data, config, shown)
+        result.info["data"] = describe(data)
+        out = self.folder.folder
+        result.write_networks(out)
+        if dense is not None:
+            artifacts.write_network(out / DENSE_FILE, dense.networks[0])
+        found = evaluate.measure(result, data.test, dense, disk=disk(out, result), device=device)
+        rows = found.rows
+        if before is not None:
+            cut = evaluate.table(before, data.test, device=device)
+            rows[-1:-1] = [replace(row, name=BEFORE) for row in cut]
+        write_rows(out / artifacts.EVALUATION, task, rows, **found.besides())
+        if config.task == "classification":
+            examples.collect(result.posterior, data.test, dense, device).write(out)
+        result.write_run(out)
+        if not self.quiet:
+            progress.show(rows, f"{task.model} on {len(data.test)} {task.split} examples of {task.data}")
+            print(f"run folder: {out}")
+
+    def dllp(
+        self, task: Task, model: torch.nn.Module, data: Any, config: Config, shown: progress.Silent
+    ) -> tuple[Result, Posterior | None]:
+        """DLLP's one training, and that of the dense network to compare with, where there has to be one."""
+        result = self.train(api.prune, "pruned", model, data, config, shown)
+        if not task.dense:
+            return result, None
+        alone = dense_recipe(task, config, self.new_head)
+        if alone is None:
+            return result, posterior_of([model.cpu().eval()], torch.tensor([torch.nan]), config)
+        dense = self.train(api.train_dense, "dense", model, data, alone, shown).posterior
+        result.info["dense_noise"] = float(dense.noise[0])
+        return result, dense
+
+    def other(
+        self, task: Task, model: torch.nn.Module, data: Any, config: Config, shown: progress.Silent
+    ) -> tuple[Result, Posterior | None, Result | None]:
+        """Another method's trainings; its own network before the cut is what it is compared with."""
+
+        def train(verb: baseline.Verb, stage: str, model: torch.nn.Module, data: Any, config: Config) -> Result:
+            return self.train(verb, stage, model, data, config, shown)
+
+        method, epochs = find_method(task.method), task.finetune_epochs
+        pruned = baseline.prune(method, model, data, config, finetune_epochs=epochs, train=train)
+        result, noise = pruned.result, pruned.before.gates["noise"]
+        dense = posterior_of([result.reference], noise, config) if task.dense else None
+        result.info["dense_noise"] = float(noise[0])
+        return result, dense, pruned.before if pruned.after else None
+
+    def train(
+        self, verb: Callable[..., Result], name: str, model: torch.nn.Module, data: Any, config: Config,
+        shown: progress.Silent,
+    ) -> Result:  # fmt: skip
+        """One training with its checkpoints and its part of the log."""
+        board = boards.Board(self.folder.folder, name) if self.tensorboard else None
+        place = self.folder.checkpoints / name
+        own = Checkpoints(place, on_begin=lambda: self.folder.begin(self.text), **self.rhythm)
+        held: AnyCheckpoints = own if self.ranks.alone else SharedCheckpoints(self.ranks, own)
+
+        def on_start(trainer: Trainer) -> None:
+            self.signals.training = held
+            for text in held.damaged:
+                used = "the checkpoint before it is used" if trainer.step_index else "no other is left to go on from"
+                warn(f"{text}; {used}")
+            if trainer.trouble:
+                warn(f"{trainer.trouble}; back at step {trainer.step_index} with lr {config.lr * trainer.lr_scale:g}")
+            elif trainer.step_index:
+                self.say(f"{name}: going on after step {trainer.step_index} of {trainer.total_steps}")
+            self.folder.start_log(name, trainer.history)
+            if board is not None:
+                board.start(trainer)
+
+        def on_epoch(record: EpochRecord) -> None:
+            self.folder.log(name, record)
+            shown.epoch(record)
+            if board is not None:
+                board.epoch(record)
+
+        shown.begin(name, config.epochs, config.budget[1])
+        hooks: dict[str, Any] = {"on_start": on_start, "on_epoch": on_epoch, "on_step": shown.step}
+        try:
+            if not self.ranks.alone:
+                hooks["ranks"] = self.ranks
+            result = verb(model, data, config, checkpoints=held, **hooks)
+        except NumericsError:
+            again, out = f"go on with {self.folder.command} --on-nan rollback", self.folder.folder
+            self.folder.advice = again if config.on_nan == "stop" else f"its checkpoints are kept in {out}"
+            raise
+        except RankError:
+            self.signals.ignore()
+            raise
+        finally:
+            self.signals.training = None
+            held.close()
+            if board is not None:
+                board.close()
+        if held.signal is not None:  # it came after the last step
+            raise Interrupted(held.signal)
+        nothing = health.learned_nothing(result.history[-1]["loss"], data.train.y, config.budget[1])
+        if nothing:
+            warn(f"{name}: {nothing}")
+        return result
+
+    def leave_out(self, image: LeftOut) -> None:
+        """Tell of an image that cannot be read, and log it."""
+        warn(str(image))
+        self.folder.note(image)
+
+    def say(self, text: str) -> None:
+        if not self.quiet:
+            print(text, flush=True)
+
+
+def warn(text: str) -> None:
+    """One line on standard error."""
+    print("dllp: warning:", " ".join(text.split()), file=sys.stderr, flush=True)
+
+
+def check_import(task: Task, given: dict[str, Any], whose: str) -> None:
+    """Code is imported where the command line names it, never because a file does."""
+    if task.is_code and "model" not in given and not given.get("trust_imports"):
+        raise ConfigError(f"{whose} network is code, {task.model}: name it with --model, or add --trust-imports")
+
+
+def write_rows(path: Path, task: Task, rows: Sequence[evaluate.Row], *, named: bool = False, **besides: Any) -> None:
+    """The table of an evaluation and whatever belongs to it, as JSON; `named` as in `writing.write_json`."""
+    report = {"data": task.data, "split": task.split, "model": task.model, "rows": evaluate.as_dict(rows)}
+    writing.write_json(path, report | besides, named=named)

@@ -1,0 +1,65 @@
+"""TensorBoard: the numbers of every epoch as curves, gates and weights as histograms. An extra, off by default."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from dllp.errors import ConfigError
+from dllp.training.trainer import EpochRecord, Trainer
+
+FOLDER = "tensorboard"
+"""Inside the run folder."""
+CURVES = ("loss", "accuracy", "cost", "undecided", "multiplier", "noise", "lr", "temperature", "budget",
+          "discrepancy", "seconds")  # fmt: skip
+
+
+def require_tensorboard() -> None:
+    """One line that says how to get it, where it is missing."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError("--tensorboard needs tensorboard: pip install 'dllp[tensorboard]'")
+
+
+class Board:
+    """What one training tells TensorBoard.
+
+    Args:
+        folder: The run folder.
+        training: Its name, `pruned` or `dense`: the board shows them beside each other.
+    """
+
+    def __init__(self, folder: Path, training: str) -> None:
+        self.place = folder / FOLDER / training
+        self.writer: Any = None
+        self.trainer: Trainer | None = None
+
+    def start(self, trainer: Trainer) -> None:
+        """Before the first step and after a rollback: what was told of later epochs is taken back."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.close()
+        self.trainer = trainer
+        self.writer = SummaryWriter(str(self.place), purge_step=len(trainer.history) + 1)
+
+    def epoch(self, record: EpochRecord) -> None:
+        """The curves, one for each particle where there are several, and the histograms."""
+        if self.writer is None or self.trainer is None:
+            return
+        for name in CURVES:
+            value = getattr(record, name)
+            parts = value if isinstance(value, list) else [] if value is None else [value]
+            for i, part in enumerate(parts):
+                self.writer.add_scalar(name if len(parts) == 1 else f"{name}/particle {i + 1}", part, record.epoch)
+        belief = self.trainer.belief
+        if belief.logits.numel():
+            self.writer.add_histogram("gates", belief.logits.sigmoid(), record.epoch)
+        for name, parameter in self.trainer.particles.networks[0].named_parameters():
+            if parameter.dim() > 1:
+                self.writer.add_histogram(f"weights/{name}", parameter.detach(), record.epoch)
+        self.writer.flush()
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None

@@ -1,0 +1,1 @@
+"""Export to other runtimes, and measured speed."""

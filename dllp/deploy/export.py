@@ -1,0 +1,335 @@
+"""Networks for other runtimes: ONNX or torch.export's pt2, one particle or the posterior, checked against PyTorch."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+
+from dllp import reading, writing
+from dllp.devices.torch_context import undisturbed
+from dllp.errors import ConfigError, ExportError, check_count, first_line, is_whole
+from dllp.method.objective import split_noise
+from dllp.posterior import decompose, evaluating
+from dllp.result import Result
+from dllp.structure.groups import chosen_again, discover
+from dllp.structure.padding import fill, kept_places, kept_units, padded
+from dllp.training.extract import plain
+
+Format = Literal["onnx", "pt2"]
+INPUT = "input"
+TOGETHER = ("prediction", "aleatoric", "epistemic")
+"""Outputs of the posterior; one that is called `mean` makes an invalid ONNX model."""
+BATCHES = (1, 2, 5)
+"""Batch sizes with which an exported file is checked."""
+TOLERANCE = 1e-3
+"""Largest difference from PyTorch that is let through, relative to the largest output (but at least 1)."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A file that another runtime can read, and how far its answers are from PyTorch's.
+
+    Attributes:
+        path, format, bytes: The file.
+        outputs: Names of its outputs: `logits` or `output` of one particle, and its `noise` where d(x) was learned;
+            :data:`TOGETHER` of the posterior.
+        difference: Largest absolute difference from PyTorch over all outputs of the check.
+        runtime: What the file was run with for the check.
+    """
+
+    path: Path
+    format: Format
+    bytes: int
+    outputs: tuple[str, ...]
+    difference: float
+    runtime: str
+
+
+class Pixels(nn.Module):
+    """uint8 images (B, C, ...) -> the network's outputs, its training's normalisation done inside."""
+
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(self, network: nn.Module, mean: tuple[float, ...], std: tuple[float, ...], dims: int) -> None:
+        super().__init__()
+        self.network = network
+        shape = (1, -1) + (1,) * (dims - 2)
+        self.register_buffer("shift", torch.tensor(mean, dtype=torch.float32).view(shape) * 255)
+        self.register_buffer("scale", 1 / (torch.tensor(std, dtype=torch.float32).view(shape) * 255))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.network((x.float() - self.shift) * self.scale)
+
+
+class WithNoise(nn.Module):
+    """A network whose last output is log d(x): inputs -> (B, C) predictions and (B,) noise 1/d(x)^2."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        outputs, log_d = split_noise(self.network(x).float())
+        return outputs, (-2 * log_d).exp()
+
+
+class Together(nn.Module):
+    """All particles in one graph: inputs -> mean prediction, aleatoric and epistemic doubt (Section 8)."""
+
+    noise: Tensor
+
+    def __init__(self, networks: list[nn.Module], noise: Tensor, task: str, *, head: bool = False) -> None:
+        super().__init__()
+        self.networks, self.task, self.head = nn.ModuleList(networks), task, head
+        self.register_buffer("noise", noise.float().mean().cpu())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        answers = [network(x) for network in self.networks]
+        noise = torch.stack([answer[1] for answer in answers]).mean(0)[:, None] if self.head else self.noise
+        members = torch.stack([(a[0] if self.head else a).float().flatten(1) for a in answers])
+        if self.task == "classification":
+            doubt = decompose(members.softmax(-1))
+            return doubt.mean, doubt.aleatoric, doubt.epistemic
+        mean = members.mean(0)
+        return mean, noise.expand_as(mean).clone(), members.var(0, correction=0)
+
+
+def format_of(path: Path, wanted: str | None) -> Format:
+    """The format of a file: the one that is wanted, or what its name ends in, which must not contradict each other."""
+    known, ending = get_args(Format), path.suffix.removeprefix(".")
+    if wanted is not None and wanted not in known:
+        raise ConfigError(f"format = {wanted!r} is unknown: choose {' or '.join(known)}")
+    named = ending if ending in known else None
+    if wanted and named and wanted != named:
+        raise ConfigError(f"{path} ends in .{named}, but format = {wanted}: give one of them, or both alike")
+    return cast(Format, wanted or named or "onnx")
+
+
+@undisturbed()
+def export(
+    result: Result,
+    path: str | Path,
+    shape: tuple[int, ...],
+    *,
+    format: Format | None = None,
+    particle: int | None = 0,
+    uint8: bool = False,
+    pad_to: int = 1,
+) -> Exported:
+    """Write a run's networks as one file with a dynamic batch, after checking it against PyTorch.
+
+    Args:
+        result: The run.
+        path: The file; an old one is replaced.
+        shape: Of one input, without the batch: (channels, height, width).
+        format: `onnx`, which needs the extra of that name, or `pt2`; by default what the file's name ends in, or onnx.
+        particle: Which extracted network, or None for all of them with their doubt.
+        uint8: Take raw images and normalise them inside, as `result.info["data"]` says.
+        pad_to: Add dead channels up to a multiple of this: the same function, on kernels that like such widths.
+    """
+    path = reading.as_path(path)
+    format = format_of(path, format)
+    if particle is not None and not is_whole(particle):
+        raise ConfigError(f"particle = {particle!r:.60}: a whole number from 0 on is needed, or None for all of them")
+    if particle is not None and not 0 <= particle < len(result.slabs):
+        raise ConfigError(f"there is no particle {particle + 1}: the run has {len(result.slabs)}")
+    check_count(pad_to=pad_to)
+    if not isinstance(shape, (tuple, list)) or not all(is_whole(n) and n > 0 for n in shape):
+        raise ConfigError(f"shape = {shape!r:.60}: positive whole numbers are needed, such as (3, 32, 32)")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder: give a file for the export, such as {path / ('model.' + format)}")
+    if format == "onnx":
+        require_onnx()
+    chosen = range(len(result.slabs)) if particle is None else [particle]
+    small = [result.slabs[i].network for i in chosen]
+    wide = small if pad_to == 1 else [wider(result, i, shape, pad_to) for i in chosen]
+    single = ("logits" if result.config.task == "classification" else "output", *(["noise"] if _head(result) else []))
+    outputs = TOGETHER if particle is None else single
+    with evaluating(*small):
+        network, reference = (_assembled(result, networks, particle, uint8, shape) for networks in (wide, small))
+        content = packed(trace(network, inputs(2, shape, uint8)), outputs, format)
+        difference = _check(reference, content, shape, uint8, format)
+    writing.write_named(path, content)
+    runtime = "onnxruntime" if format == "onnx" else "torch.export"
+    return Exported(path, format, len(content), outputs, difference, runtime)
+
+
+def wider(result: Result, particle: int, shape: tuple[int, ...], multiple: int) -> nn.Module:
+    """An extracted network with dead channels up to a multiple, its outputs unchanged."""
+    slab = result.slabs[particle]
+    if not slab.recipe:  # no channel is gone: there is none to add
+        return slab.network
+    whole = plain(slab.reference)
+    fill(whole, slab.network, kept_places(whole, slab.recipe))  # other methods train or mend what they have cut
+    structure = discover(whole, inputs(2, shape), filter_fn=chosen_again(result.whole))
+    return padded(whole, structure, kept_units(whole, structure, slab.recipe), multiple)[0].eval()
+
+
+def _assembled(
+    result: Result, networks: list[nn.Module], particle: int | None, uint8: bool, shape: tuple[int, ...]
+) -> nn.Module:
+    if _head(result):
+        networks = [WithNoise(network) for network in networks]
+    whole = networks[0]
+    if particle is None:
+        whole = Together(networks, result.posterior.noise, result.config.task, head=_head(result))
+    if not uint8:
+        return whole.eval()
+    known = result.info.get("data", {})
+    if known.get("dtype", "uint8") != "uint8" or len(shape) != 3:
+        raise ConfigError("the run was not trained on uint8 images: export it without --uint8")
+    mean, std = known.get("mean"), known.get("std")
+    if "mean" not in known:
+        raise ConfigError("the run does not say how its images were normalised: export it without --uint8")
+    return Pixels(whole, tuple(mean or (0.0,)), tuple(std or (1.0,)), len(shape) + 1).eval()
+
+
+def _head(result: Result) -> bool:
+    return result.config.noise == "input"
+
+
+# ---- files
+
+
+def require_onnx() -> None:
+    """Raise unless everything that ONNX needs is installed."""
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ExportError(f"{', '.join(missing)} is not installed: pip install 'dllp[onnx]'")
+
+
+def inputs(batch: int, shape: tuple[int, ...], uint8: bool = False) -> Tensor:
+    """(batch, *shape) random inputs, always the same ones."""
+    generator = torch.Generator().manual_seed(batch)
+    try:
+        if uint8:
+            return torch.randint(256, (batch, *shape), generator=generator, dtype=torch.uint8)
+        return torch.randn(batch, *shape, generator=generator)
+    except (RuntimeError, TypeError) as error:  # PyTorch's own, of memory and of numbers beyond 64 bits
+        raise ConfigError(f"shape = {shape} is too large ({first_line(error)}): give that of one input") from error
+
+
+def write(network: nn.Module, path: Path, example: Tensor, outputs: tuple[str, ...], format: Format) -> None:
+    """Trace a network with a dynamic batch and write it; nothing is checked."""
+    save(trace(network, example), path, outputs, format)
+
+
+def trace(network: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
+    """The network as a graph for any batch."""
+    with _quiet(), _one_line():
+        return torch.export.export(network, (example,), dynamic_shapes=_any_batch())
+
+
+def save(program: torch.export.ExportedProgram, path: Path, outputs: tuple[str, ...], format: Format) -> None:
+    """Write a graph as ONNX or pt2."""
+    writing.write_bytes(path, packed(program, outputs, format))
+
+
+def packed(program: torch.export.ExportedProgram, outputs: tuple[str, ...], format: Format) -> bytes:
+    """A graph as the content of an ONNX or pt2 file; PyTorch's own writing of files aborts on a full disk.
+
+    Where its operations stand in whose source code is left out: it is of the machine that wrote it.
+    """
+    with _quiet(), _one_line():
+        if format == "pt2":
+            buffer = io.BytesIO()
+            for node in program.graph.nodes:
+                node.meta.pop("stack_trace", None)
+            torch.export.save(program, buffer)
+            return buffer.getvalue()
+        options: dict[str, Any] = dict(input_names=[INPUT], output_names=list(outputs), dynamic_shapes=_any_batch())
+        done = torch.onnx.export(program, (), dynamo=True, external_data=False, verbose=False, **options)
+        model = cast(torch.onnx.ONNXProgram, done).model_proto
+        graph = model.graph
+        for part in (graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
+            part.ClearField("metadata_props")
+        return model.SerializeToString()
+
+
+def _any_batch() -> tuple[dict[int, Any]]:
+    return ({0: torch.export.Dim("batch", min=1)},)
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """Whatever the exporter raises about the user's network, one line says what."""
+    try:
+        yield
+    except OSError as error:  # not the network's fault
+        raise ExportError(f"the exporter cannot write: {error.strerror or error}; free some space") from error
+    except Exception as error:
+        traced = not isinstance(error, torch.onnx.OnnxExporterError)
+        cause: BaseException = error
+        while not traced and cause.__cause__ is not None:  # the first of several is about what was tried, not why
+            cause = cause.__cause__
+        lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+        reason = f"{type(cause).__name__}: {lines[0] if lines else ''}"
+        if "Constraints violated" in reason:  # by the batch, the one dynamic size; the advice that follows is to fix it
+            reason = "its forward fixes the batch's size by len(x), int(x.shape[0]) or a loop over it: use x.shape[0]"
+        what = "the network cannot be traced with a dynamic batch" if traced else "ONNX has no form for the network"
+        raise ExportError(f"{what} ({reason}){'' if traced else ': use format = pt2'}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back what PyTorch's exporter says beside its errors: warnings, logs, and the graph of what it refuses."""
+    before = logging.root.manager.disable
+    logging.disable()  # its loggers have handlers of their own, and some are made while it works
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _check(reference: nn.Module, content: bytes, shape: tuple[int, ...], uint8: bool, format: Format) -> float:
+    """Largest absolute difference between a file's answers and PyTorch's, for several batch sizes."""
+    answer = _onnx_answers(content) if format == "onnx" else _pt2_answers(content)
+    worst = 0.0
+    for batch in BATCHES:
+        x = inputs(batch, shape, uint8)
+        with torch.no_grad():
+            expected = reference(x)
+        found = answer(x)
+        wanted = expected if isinstance(expected, tuple) else (expected,)
+        for a, b in zip(found, wanted, strict=True):
+            gap = (a - b).abs().max().item() if a.shape == b.shape else float("inf")
+            if not gap <= TOLERANCE * max(1.0, b.abs().max().item()):
+                raise ExportError(
+                    f"the exported network differs from PyTorch by {gap:.2g} in a batch of {batch}: nothing was written"
+                )
+            worst = max(worst, gap)
+    return worst
+
+
+def _onnx_answers(content: bytes) -> Any:
+    import onnx
+    import onnxruntime
+
+    onnx.checker.check_model(content, full_check=True)
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    return lambda x: [torch.from_numpy(y) for y in session.run(None, {INPUT: x.numpy()})]
+
+
+def _pt2_answers(content: bytes) -> Any:
+    with _quiet():
+        network = torch.export.load(io.BytesIO(content)).module()
+
+    def answer(x: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            found = network(x)
+        return found if isinstance(found, tuple) else (found,)
+
+    return answer

@@ -1,0 +1,1 @@
+"""Devices, processes and fast kernels; nothing here knows the method."""

@@ -1,0 +1,1 @@
+"""Metrics, uncertainty and weight distributions of finished runs."""

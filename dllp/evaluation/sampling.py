@@ -1,0 +1,95 @@
+"""Predictions with gates drawn from what a run believes of them, in place of the decided ones.
+
+A run's gates are probabilities until they are decided. Drawing them anew, z ~ Bernoulli(theta) or relaxed at a
+temperature, and multiplying M_0 by them gives more members of the posterior: what was undecided shows as doubt.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from dllp.devices.torch_context import undisturbed
+from dllp.errors import ConfigError, DataError, check_count
+from dllp.method import gates
+from dllp.posterior import Posterior
+from dllp.result import Result, posterior_of
+from dllp.structure.groups import chosen_again, discover
+from dllp.structure.slicing import Fold
+
+
+@undisturbed()
+def sample_gates(
+    result: Result, example: Tensor, draws: int = 8, *, temperature: float = 0.0, seed: int = 0
+) -> Posterior:
+    """A posterior of n * draws networks: M_0 of every particle with its gates drawn `draws` times.
+
+    Args:
+        result: A run with gates, of single weights or of channels.
+        example: One batch of inputs (B, ...): the network is traced with it to find what a channel's gate rules.
+        draws: Networks for each particle.
+        temperature: 0 draws gates of 0 and 1; above, soft gates as training has them.
+        seed: Fixes the draws.
+    """
+    if not isinstance(example, Tensor) or not example.ndim:
+        raise DataError(f"an example of type {type(example).__name__}: give a tensor of (examples, ...)")
+    check_count(draws=draws)
+    if not isinstance(temperature, (int, float)) or not 0 <= temperature < math.inf:
+        raise ConfigError(f"temperature = {temperature!r:.60}: 0 or a positive number is needed")
+    if "method" in result.info:
+        raise ConfigError(
+            f"the gates of {result.info['method']} were not learned: there are no probabilities to draw by"
+        )
+    logits = result.gates["logits"].float().cpu()
+    if not logits.shape[1]:
+        raise ConfigError("the run has no gates to draw: it is dense")
+    generator = torch.Generator().manual_seed(seed)
+    networks = []
+    for slab, row in zip(result.slabs, logits, strict=True):
+        fold = _fold(result, slab.reference, slab.gated, example)
+        for _ in range(draws):
+            logistic = gates.logistic_noise(row.shape, generator)
+            z = gates.relax(row, temperature, logistic) if temperature else gates.discretise(row + logistic).float()
+            networks.append(_gated(slab.reference, fold, z))
+    return posterior_of(networks, result.posterior.noise.repeat_interleave(draws), result.config)
+
+
+class _Weights:
+    """Gates of single weights, in the order of the named parameters."""
+
+    def __init__(self, network: nn.Module, names: tuple[str, ...]) -> None:
+        parameters = dict(network.named_parameters())
+        self.shapes = {name: parameters[name].shape for name in names}
+        self.units = sum(shape.numel() for shape in self.shapes.values())
+
+    def __call__(self, parameters: Mapping[str, Tensor], z: Tensor) -> dict[str, Tensor]:
+        parts = z.split([shape.numel() for shape in self.shapes.values()])
+        pairs = zip(self.shapes.items(), parts, strict=True)
+        return {name: parameters[name] * part.view(shape) for (name, shape), part in pairs}
+
+
+def _fold(result: Result, network: nn.Module, gated: tuple[str, ...], example: Tensor) -> Fold | _Weights:
+    """What turns gates (U,) into effective weights."""
+    units = result.gates["logits"].shape[1]
+    if gated:
+        weights = _Weights(network, gated)
+        found, fold = weights.units, weights
+    else:
+        structure = discover(network, example[:2].cpu(), filter_fn=chosen_again(result.whole))
+        found, fold = structure.units, Fold(network, structure.groups)
+    if found != units:
+        raise DataError(f"the run has {units} gates but the network {found}: a filter_fn chose what may be gated")
+    return fold
+
+
+@torch.no_grad()
+def _gated(reference: nn.Module, fold: Fold | _Weights, z: Tensor) -> nn.Module:
+    network = copy.deepcopy(reference).eval()
+    parameters = dict(network.named_parameters())
+    for name, weight in fold(parameters, z).items():
+        parameters[name].copy_(weight)
+    return network

@@ -1,0 +1,177 @@
+"""What a run did to its weights: before pruning, the kept part and the removed part, layer by layer and together."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dllp.errors import ArtifactError, ConfigError, is_whole
+from dllp.method import weight_laws
+from dllp.result import Result
+from dllp.training.extract import Slab
+from dllp.training.particles import Layout, kept_coordinates
+
+Array = NDArray[np.float64]
+PARTS = ("before", "kept", "removed")
+WHOLE = "whole"
+LIMIT = 4.0
+"""Densities reach this many standard deviations of the weights before pruning, or of the kept ones: a spike at zero
+makes the former small."""
+KINDS = (nn.modules.conv._ConvNd, nn.Linear)
+
+
+def analyze(result: Result, particle: int = 0, dense: nn.Module | None = None) -> dict[str, Any]:
+    """The report of one particle, ready for JSON.
+
+    Args:
+        result: A run.
+        particle: Which one, from 0.
+        dense: The network whose standardised weights are the reference; by default the particle's own M_0.
+    """
+    if not is_whole(particle):
+        raise ConfigError(f"particle = {particle!r:.60}: a whole number is needed, 0 for the first")
+    if not 0 <= particle < len(result.slabs):
+        raise ConfigError(f"the run has no particle {particle + 1}: choose from 1 to {len(result.slabs)}")
+    slab = result.slabs[particle]
+    parts = split(slab)
+    if not parts:
+        raise ArtifactError("the run holds no convolution or linear weights: there is nothing to analyse")
+    reference = weights(dense if dense is not None else slab.reference)
+    named = {"particle": particle + 1, "granularity": result.config.granularity, "weights": "M_0 before, M_p kept"}
+    return {**named, "reference": "M_0" if dense is None else "dense", **study(parts, reference)}
+
+
+def record(result: Result) -> dict[str, Any]:
+    """What a results file keeps: the study of the first particle, of the others the kept weights' figures only.
+
+    Of all of them a sample of the kept weights, for later tests.
+    """
+    first, *others = result.slabs
+    parts = split(first)
+    return {
+        **study(parts, weights(first.reference)),
+        "sample": _sample(_kept(parts)),
+        "others": [_brief(_kept(split(slab))) for slab in others],
+    }
+
+
+def _kept(parts: Mapping[str, Mapping[str, Array]]) -> Array:
+    """(m,): the kept weights of all layers, each standardised."""
+    return weight_laws.pooled([layer["kept"] for layer in parts.values()])
+
+
+def _sample(kept: Array) -> list[float]:
+    return np.round(weight_laws.thinned(kept, weight_laws.DIP_SAMPLE), 4).tolist()
+
+
+def _brief(kept: Array) -> dict[str, Any]:
+    shape = weight_laws.describe(kept, fits=False)
+    return {"kept": None if shape is None else asdict(shape), "sample": _sample(kept)}
+
+
+def weights(network: nn.Module) -> dict[str, Array]:
+    """The weights (m,) of every convolution and linear module; those that several share count once."""
+    names: dict[Tensor, str] = {}
+    for name, module in network.named_modules():
+        if isinstance(module, KINDS):
+            names.setdefault(module.weight, name)
+    return {name: weight.detach().double().cpu().numpy().ravel() for weight, name in names.items()}
+
+
+def split(slab: Slab) -> dict[str, dict[str, Array]]:
+    """Layer -> its weights before pruning (M_0), those kept (in M_p) and those removed (in M_0)."""
+    before, after = weights(slab.reference), weights(slab.network)
+    if slab.gated:
+        names = [name.removesuffix(".weight") for name in slab.gated]
+        masks = {name: after[name] != 0 for name in names}
+        return {name: _parts(before[name], after[name][mask], mask) for name, mask in masks.items()}
+    layout = Layout(slab.reference)
+    coordinates = kept_coordinates(slab.reference, layout, slab.recipe)
+    masks = {
+        # a weight that is computed from others has no place in a row: its layer is kept whole
+        name: segment.view(coordinates).numpy().ravel() if segment else np.ones(len(values), dtype=bool)
+        for name, values in before.items()
+        for segment in [layout.segments.get(f"{name}.weight")]
+    }
+    return {name: _parts(before[name], after[name], mask) for name, mask in masks.items()}
+
+
+def _parts(before: Array, kept: Array, mask: NDArray[np.bool_]) -> dict[str, Array]:
+    return {"before": before, "kept": kept, "removed": before[~mask]}
+
+
+def study(parts: Mapping[str, Mapping[str, Array]], reference: Mapping[str, Array]) -> dict[str, Any]:
+    """Layer -> part -> (m,) weights, and the reference's -> figures, densities, and both for all layers together."""
+    pooled = {part: weight_laws.pooled([layer[part] for layer in parts.values()]) for part in PARTS}
+    known = [reference[name] for name in parts if name in reference]
+    everything = {**parts, WHOLE: pooled}
+    references = {**reference, WHOLE: weight_laws.pooled(known)}
+    shapes, densities = {}, {}
+    for name, layer in everything.items():
+        widths = [float(layer[part].std()) for part in ("before", "kept") if len(layer[part])]
+        limit = LIMIT * (max(widths, default=0.0) or 1.0)
+        found = {part: weight_laws.describe(layer[part], references.get(name)) for part in PARTS}
+        shapes[name] = {part: None if shape is None else asdict(shape) for part, shape in found.items()}
+        densities[name] = {
+            "limit": limit,
+            **{part: weight_laws.density(layer[part], limit) for part in PARTS},
+        }
+    return {WHOLE: shapes.pop(WHOLE), "layers": shapes, "densities": densities}
+
+
+# ---- as text
+
+HEADERS = {
+    "part": "", "count": "weights", "std": "std", "near_zero": "near\nzero", "kurtosis": "excess\nkurt.", "ks": "KS",
+    "dip_p": "dip\np", "wasserstein": "W", "law": "best\nlaw", "law_ks": "its\nKS",
+}  # fmt: skip
+"""In two lines, so that the table fits 80 columns."""
+FORMATS = {
+    "count": ",", "std": "#.3g", "near_zero": ".2f", "kurtosis": ".2f", "ks": ".3f", "dip_p": ".2f",
+    "wasserstein": ".3f", "law_ks": ".3f",
+}  # fmt: skip
+LAWS = {"amoroso": "amoroso", "amoroso_2": "amoroso 2", "pareto": "pareto", "generalised_pareto": "GPD"}
+WIDTH = 80
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """The report's figures as a table; all layers together come first, standardised. A name has its own line."""
+    named = {WHOLE: report[WHOLE], **report["layers"]}
+    rows = {name: [_row(part, shapes[part]) for part in PARTS if shapes[part]] for name, shapes in named.items()}
+    tops = [list(line) for line in zip(*(f"{head}\n".split("\n")[:2] for head in HEADERS.values()), strict=True)]
+    columns = zip(*tops, *(row for found in rows.values() for row in found), strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    lines = [_aligned(top, widths) for top in tops]
+    for name, found in rows.items():
+        lines += [name, *(_aligned(row, widths) for row in found)] if found else []
+    notes = (
+        "near zero: weights within a tenth of a standard deviation, over what a Gaussian has there (1: as a Gaussian; "
+        "0: cut away).",
+        "KS: distance to the Gaussian of the same mean and deviation. dip p: below 0.05 there is more than one mode.",
+        f"W: Wasserstein distance to the weights of {report['reference']}, standardised. best law: of the magnitudes, "
+        "by likelihood, and its KS distance to them; GPD: generalised Pareto.",
+        f"whole: layers standardised, then pooled. Parts of fewer than {weight_laws.FEWEST} weights, or of equal "
+        "ones, have no row.",
+    )
+    return "\n".join([*lines, "", *(textwrap.fill(note, WIDTH) for note in notes)])
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
+    """Names to the left, numbers to the right."""
+    cells = zip(row, HEADERS, widths, strict=True)
+    aligned = (cell.ljust(width) if key in ("part", "law") else cell.rjust(width) for cell, key, width in cells)
+    return f" {'  '.join(aligned)}".rstrip()
+
+
+def _row(part: str, shape: Mapping[str, Any]) -> list[str]:
+    fits = shape["fits"]
+    best = max(fits, key=lambda law: fits[law]["log_likelihood"]) if fits else None
+    numbers = {**shape, "law_ks": best and fits[best]["ks"]}
+    cells = {key: "–" if numbers[key] is None else format(numbers[key], form) for key, form in FORMATS.items()}
+    return [{"part": part, "law": LAWS[best] if best else "–", **cells}[key] for key in HEADERS]

@@ -1,0 +1,1 @@
+"""The paper: equations 1 to 17 as pure functions of tensors."""

@@ -1,0 +1,1 @@
+"""Run folders on disk: the only room that knows file names and formats."""

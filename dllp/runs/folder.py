@@ -1,0 +1,273 @@
+"""A run folder while its run goes on: one process at a time, what is in it is whole, and a killed run goes on.
+
+.lock                         held by the process that works here; without meaning once that is gone
+config.yaml                   every setting, before the first step
+checkpoints/TRAINING/step-*   the last two of each training
+log.jsonl                     a line for each image that is left out, and for each epoch
+run.json                      written last: where it is, the run is finished, and the checkpoints go
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import shlex
+import shutil
+import signal
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from dllp import reading, writing
+from dllp.cli import tensorboard
+from dllp.cli.task import DENSE_FILE, SETTINGS
+from dllp.data.bad import LeftOut
+from dllp.errors import ArtifactError, Interrupted
+from dllp.runs import artifacts
+from dllp.runs.shared_checkpoints import AnyCheckpoints
+from dllp.signals import Stop
+from dllp.training.trainer import EpochRecord
+
+CHECKPOINTS, LOCK = artifacts.UNFINISHED, ".lock"
+OWN = (
+    LOCK, SETTINGS, CHECKPOINTS, artifacts.LOG, artifacts.RUN, artifacts.EVALUATION, DENSE_FILE, "gates.safetensors",
+    artifacts.EXAMPLES, artifacts.SPEED, artifacts.CORRUPTIONS, artifacts.PAGE, tensorboard.FOLDER,
+    "particle-*.safetensors", "reference-*.safetensors", ".*.tmp",
+)  # fmt: skip
+"""Names that a run gives; an unfinished run's folder with any other file in it is never replaced."""
+
+
+class RunFolder(AbstractContextManager["RunFolder"]):
+    """The folder of one `dllp prune`, held by this process from the first moment that it exists.
+
+    A new run touches nothing before :meth:`begin`. One that fails before its first checkpoint leaves nothing; later
+    failures carry a note that says how to go on.
+
+    Args:
+        folder: Where the run is written.
+        resume: Go on with the unfinished run in it.
+        overwrite: Replace the run in it.
+
+    Attributes:
+        command: What goes on with the run.
+        advice: What to do after an error, where `command` alone would not help.
+    """
+
+    def __init__(self, folder: Path, *, resume: bool = False, overwrite: bool = False) -> None:
+        self.folder, self.resume, self.overwrite = folder, resume, overwrite
+        self.checkpoints = folder / CHECKPOINTS
+        self.command = f"dllp prune --resume --out {shlex.quote(str(folder))}"
+        self.advice = ""
+        self._lock = FileLock(folder / LOCK)
+        self._made: list[Path] = []  # folders that were not there before, the deepest first
+        self._begun = False
+        self._log: list[dict[str, Any]] = []
+        self._left_out: dict[str, str] = {}
+        self._logging = False
+
+    @property
+    def finished(self) -> bool:
+        return (self.folder / artifacts.RUN).is_file()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a run was begun here and can go on; a run.json is not looked for."""
+        return (self.folder / SETTINGS).is_file() and self.checkpoints.is_dir()
+
+    def __enter__(self) -> RunFolder:
+        self._check_names()
+        if self.folder.is_dir():
+            self._hold()
+        elif self.resume:
+            raise ArtifactError(f"{self.folder} is not there: --resume needs the folder of an unfinished run")
+        try:
+            self._check_free()
+        except BaseException:
+            self._let_go()
+            raise
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and (self._begun or (self.resume and isinstance(error, (Interrupted, KeyboardInterrupt)))):
+            if not self.resume and not any(self.checkpoints.glob("*/*.safetensors")):
+                self._remove()
+            else:
+                error.add_note(self.advice or f"go on with {self.command}")
+        if self._lock.is_locked:
+            self._sweep()
+        self._let_go()
+
+    # ---- who may write here
+
+    def _check_names(self) -> None:
+        if self.folder.is_symlink() and not self.folder.exists():
+            raise ArtifactError(f"{self.folder} is a link to nothing: make that folder, or give another")
+        if not self.folder.exists():
+            return
+        if not self.folder.is_dir():
+            raise ArtifactError(f"{self.folder} is a file: give a folder for the run")
+        for place in (self.checkpoints, *self.checkpoints.glob("*")):  # files are written and removed there
+            reading.contained(self.folder, place)
+        names = [path.name for path in self.folder.iterdir()]
+        strange = [name for name in names if not any(fnmatch.fnmatchcase(name, own) for own in OWN)]
+        if not self.finished and (strange or (SETTINGS in names and not self.unfinished)):
+            if self.resume and not strange:
+                raise ArtifactError(f"{self.folder} has no checkpoints to go on from: start anew in another folder")
+            raise ArtifactError(f"{self.folder} holds other files: choose another folder for the run")
+
+    def _check_free(self) -> None:
+        if self.resume and not self.finished and not self.unfinished:
+            raise ArtifactError(f"{self.folder} holds no unfinished run: start one without --resume")
+        if self.resume or self.overwrite:
+            return
+        if self.finished:
+            raise ArtifactError(
+                f"{self.folder} already holds a run: choose another folder, or replace it (--overwrite)"
+            )
+        if self.unfinished:
+            raise ArtifactError(
+                f"{self.folder} holds an unfinished run: go on with {self.command}, or start over with --overwrite"
+            )
+
+    def _hold(self) -> None:
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise ArtifactError(f"another process works in {self.folder}: wait for it, or choose another") from None
+        except OSError as error:
+            raise ArtifactError(f"cannot write to {self.folder}: {error.strerror}") from None
+
+    def _let_go(self) -> None:
+        if self._lock.is_locked:
+            with suppress(OSError):
+                (self.folder / LOCK).unlink()  # while it is held: nobody else can mistake it for theirs
+            self._lock.release()
+
+    # ---- from the first file to the last
+
+    def begin(self, settings: bytes) -> None:
+        """Take the folder, once all that can be checked beforehand was checked."""
+        if self._begun:
+            return
+        try:
+            if not self.resume:
+                self._take()
+            self._sweep()
+            self._begun = True
+            self.checkpoints.mkdir(exist_ok=True)  # first: settings alone may be a user's own
+        except OSError as error:
+            raise ArtifactError(f"cannot write to {self.folder}: {error.strerror}") from None
+        writing.write_bytes(self.folder / SETTINGS, settings)
+
+    def _take(self) -> None:
+        path = self.folder.absolute()
+        self._made = [parent for parent in (path, *path.parents) if not parent.exists()]
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if not self._lock.is_locked:
+                self._hold()
+                self._check_names()
+                self._check_free()
+        except BaseException:
+            self._remove_made()
+            raise
+        self._clear()
+
+    def start_log(self, training: str, history: Sequence[EpochRecord]) -> None:
+        """The log as it was when `training` stood at its checkpoint: no epoch is in it twice."""
+        self._log = [line for line in self._log if line["training"] != training]
+        self._log += [{"training": training, **record.as_dict()} for record in history]
+        if self.resume and not self._logging:
+            self._left_out = self._known() | self._left_out
+        self._logging = True
+        images = [{"left_out": name, "reason": reason} for name, reason in self._left_out.items()]
+        text = "".join(json.dumps(line) + "\n" for line in (*images, *self._log))
+        writing.write_bytes(self.folder / artifacts.LOG, text.encode())
+
+    def log(self, training: str, record: EpochRecord) -> None:
+        """One more epoch."""
+        self._log.append({"training": training, **record.as_dict()})
+        self._append(self._log[-1])
+
+    def note(self, image: LeftOut) -> None:
+        """An image that is left out: in the log once, from the log's start on."""
+        name = os.path.abspath(image.name)  # a run that goes on reads its data by absolute paths
+        if name not in self._left_out:
+            self._left_out[name] = image.reason
+            if self._logging:
+                self._append({"left_out": name, "reason": image.reason})
+
+    def _known(self) -> dict[str, str]:
+        """What the log of a run that goes on says of images; a line that was torn says nothing."""
+        found: dict[str, str] = {}
+        path = self.folder / artifacts.LOG
+        if path.exists():
+            for line in reading.read_bytes(artifacts.member(self.folder, artifacts.LOG), reading.cap()).splitlines():
+                with suppress(ArtifactError):
+                    value = reading.parse_json(line, path)
+                    if isinstance(value, dict) and isinstance(value.get("left_out"), str):
+                        found[value["left_out"]] = str(value.get("reason", ""))
+        return found
+
+    def _append(self, line: dict[str, Any]) -> None:
+        try:
+            with open(self.folder / artifacts.LOG, "a", encoding="utf-8") as handle:
+                handle.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise ArtifactError(
+                f"cannot write {self.folder / artifacts.LOG}: {error.strerror}; free some space"
+            ) from None
+
+    def _sweep(self) -> None:
+        """Remove what a killed process left, and after the end the checkpoints."""
+        for torn in (*self.folder.glob(".*.tmp"), *self.checkpoints.glob("*/.*.tmp")):
+            with suppress(OSError):
+                torn.unlink()
+        if self.finished:
+            shutil.rmtree(self.checkpoints, ignore_errors=True)
+
+    def _clear(self) -> None:
+        # in this order, so that what is half removed is neither an unfinished run, nor a finished one, nor a user's own
+        for name in (SETTINGS, artifacts.RUN):
+            (self.folder / name).unlink(missing_ok=True)
+        for path in self.folder.iterdir():
+            if path.name != LOCK:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+    def _remove(self) -> None:
+        with suppress(OSError):
+            self._clear()
+        self._let_go()
+        self._remove_made()
+
+    def _remove_made(self) -> None:
+        for path in self._made:
+            with suppress(OSError):
+                path.rmdir()
+
+
+class Signals(Stop):
+    """SIGTERM and SIGINT end a run: at once outside of training, after the present step in it; a second one kills.
+
+    Attributes:
+        training: The checkpoints of the training that is going on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.training: AnyCheckpoints | None = None
+
+    def ignore(self) -> None:
+        """The run ends by itself: a launcher that ends what is left of it must not cut its last words short."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
+        self._before = {}
+
+    def asked(self, number: int) -> None:
+        if self.training is None:
+            raise Interrupted(number)
+        self.training.stop(number)

@@ -1,0 +1,126 @@
+"""Trained weights to start from: a safetensors file, or what torch.save made of a state dict, read weights-only."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dllp import reading
+from dllp.errors import ArtifactError
+from dllp.runs import artifacts
+
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+WRAPPERS = ("state_dict", "model_state_dict", "model")
+"""Names under which training scripts keep the weights beside other things."""
+PICKLE_BYTES = 2**24
+"""Most bytes of the part that names the tensors."""
+
+
+def start(network: nn.Module, path: Path) -> list[str]:
+    """Fill a network from a file; returns one line where its last layer was made for other classes and stays new.
+
+    Every other tensor must be there, fit in shape and be finite; half precision becomes the network's own.
+    """
+    stored, targets = read(path), network.state_dict()
+    rename: Any = getattr(network, "usual_name", None)
+    if rename is not None and not stored.keys() & targets.keys():
+        stored = {rename(name): value for name, value in stored.items()}
+    last = _last(network)
+    learned = {name for name, _ in network.named_parameters(remove_duplicate=False)}
+    fresh, fitting = [], {}
+    for name, target in targets.items():
+        value = stored.pop(name, None)
+        if value is None or value.shape != target.shape:
+            found = "it is not there" if value is None else f"it is {tuple(value.shape)}"
+            if name.rpartition(".")[0] == last:
+                fresh.append(name)
+            elif name in learned or value is not None or target.is_floating_point():
+                raise ArtifactError(f"{path}: the network needs {name!r} of shape {tuple(target.shape)}, but {found}")
+            continue
+        if value.is_floating_point() != target.is_floating_point() or value.is_complex():
+            raise ArtifactError(f"{path}: {name!r} is {value.dtype}, but the network needs {target.dtype}")
+        if value.is_floating_point() and bool((~value.isfinite() if name in learned else value.isnan()).any()):
+            raise ArtifactError(f"{path}: {name!r} holds numbers that are not finite")
+        fitting[name] = value
+    if stored:
+        raise ArtifactError(
+            f"{path} has a tensor {min(stored)!r} that the network lacks: it belongs to another network"
+        )
+    for name, value in fitting.items():  # when all is known to fit: a network is never half filled
+        targets[name].copy_(value)
+    return [f"the last layer ({', '.join(fresh)}) does not fit {path}: it starts new"] if fresh else []
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """Names and tensors of a file of weights."""
+    if not path.is_file():
+        raise ArtifactError(f"{path} is no file: give trained weights, {' or '.join(SUFFIXES[:2])}")
+    if path.suffix == ".safetensors":
+        return artifacts.read_tensors(path.resolve())
+    found = _unpickled(path)
+    for wrapper in WRAPPERS:
+        if isinstance(found, Mapping) and isinstance(found.get(wrapper), Mapping):
+            found = found[wrapper]
+            break
+    if not isinstance(found, Mapping) or not found or not all(map(_is_weight, found.items())):
+        raise ArtifactError(f"{path} holds no names and tensors: save model.state_dict(), best as .safetensors")
+    parallel = all(name.startswith("module.") for name in found)
+    return {name.removeprefix("module.") if parallel else name: value for name, value in found.items()}
+
+
+def _unpickled(path: Path) -> Any:
+    """What torch.save wrote; nothing is compressed, so no tensor can be larger than the file."""
+    with reading.open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > reading.cap():
+            raise ArtifactError(f"{path} has {size} bytes, more than the {reading.cap()} of ${reading.CAP_VARIABLE}")
+        try:
+            with zipfile.ZipFile(file) as archive:
+                members = archive.infolist()
+        except Exception as error:  # a damaged archive can raise almost anything
+            raise ArtifactError(
+                f"{path} is no file of torch.save ({error}): save it anew, best as .safetensors"
+            ) from None
+    for member in members:
+        most = PICKLE_BYTES if member.filename.endswith(".pkl") else size
+        if member.compress_type != zipfile.ZIP_STORED or member.file_size > most:
+            raise ArtifactError(f"{path} has a packed or too large part {member.filename[:200]!r}: save it anew")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # torch's own words are about another way to read it, which runs the file's code
+        raise ArtifactError(
+            f"{path} cannot be read as weights alone, {_obstacle(path)}: save model.state_dict(), best as .safetensors"
+        ) from None
+
+
+def _obstacle(path: Path) -> str:
+    """What stands in a file of torch.save beside weights; its code is looked at, not run."""
+    try:
+        found = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except Exception:  # a damaged file can raise almost anything
+        found = []
+    if not found:
+        return "it is damaged"
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return f"it holds Python objects ({found[0][:100]}{more}), as a whole module does"
+
+
+def _is_weight(entry: tuple[Any, Any]) -> bool:
+    name, value = entry
+    return isinstance(name, str) and isinstance(value, Tensor) and value.layout == torch.strided and (
+        not value.is_quantized and value.device.type == "cpu"
+    )  # fmt: skip
+
+
+def _last(network: nn.Module) -> str:
+    """The name of the last module that has parameters of its own."""
+    return [name for name, module in network.named_modules() if any(True for _ in module.parameters(recurse=False))][-1]

@@ -1,0 +1,348 @@
+"""The structure of a network: which channels belong together, and what they cost.
+
+The coupling of channels is read from Torch-Pruning's dependency graph; it takes operations it does not know for
+element-wise ones, so every group is checked in float64 before it is offered: the cut network must equal the gated one.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch_pruning as tp
+import torch_pruning.ops as tp_ops
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_leaves
+from torch_pruning.dependency.index_mapping import update_index_mapping
+
+from dllp.errors import ConfigError, StructureError, first_line
+from dllp.structure.cost import Cost, flops_cost, params_cost, unit_counts, weight_count
+from dllp.structure.coupling import CHOSEN, OUTPUT, ZERO_PAD, components
+from dllp.structure.slicing import Fold, Group, copied, cut, difference, recipe
+from dllp.structure.trace import first_example, isolated, observe, trainable_copy
+
+TOLERANCE = 1e-9
+HEARD = 1e-6
+"""Outputs that change by less than this, relative to the largest, could hide a difference from the tolerance."""
+WEIGHTS_INSTEAD = "use granularity='weight' or method magnitude-l2"
+"""The way out where channels cannot be pruned as they should."""
+DRAWS = 8
+"""Random weights and inputs that are tried to see every group in the outputs, which a last ReLU may hold at 0."""
+FilterFn = Callable[[nn.Module, str], bool]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A convolution or linear module: multiply-accumulates for one example, and number of weights."""
+
+    name: str
+    macs: float
+    weights: int
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """Groups of channels in the order of execution, why others stay whole, and the costs as functions of the gates."""
+
+    groups: tuple[Group, ...]
+    whole: dict[str, str]
+    layers: tuple[Layer, ...]
+    flops: Cost
+    params: Cost
+
+    @property
+    def units(self) -> int:
+        """Total number of units U."""
+        return sum(group.units for group in self.groups)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each group begins in the flat vector of units; one more entry closes the last group."""
+        return tuple(np.cumsum([0, *(group.units for group in self.groups)]).tolist())
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Each group's place in the flat vector of units."""
+        return tuple(slice(a, b) for a, b in zip(self.offsets, self.offsets[1:], strict=False))
+
+    @property
+    def channels_per_unit(self) -> Tensor:
+        """(U,) int64: output channels of the root module for each unit."""
+        counts = []
+        for group in self.groups:
+            roots = [p.unit for p in group.slices if p.side == "out" and p.module == group.name]
+            counts.append(unit_counts(roots[0], 0, group.units).long().clamp(min=1))
+        return torch.cat(counts) if counts else torch.zeros(0, dtype=torch.int64)
+
+
+def discover(
+    model: nn.Module, example: Tensor | tuple, *, filter_fn: FilterFn | None = None, channels: bool = True
+) -> Structure:
+    """Groups and costs of `model` for inputs like `example`; the model is left exactly as it is.
+
+    Args:
+        model: Any module whose forward takes `example`.
+        example: A batch of inputs (or a tuple of them); its first example is used.
+        filter_fn: Called with every convolution and linear module and its name; False keeps its channels whole.
+        channels: Whether the groups are wanted; without, any network has costs, whatever its forward does.
+    """
+    inputs = first_example(model, example)
+    groups: list[Group] = []
+    whole: dict[str, str] = {}
+    with isolated(model):
+        scratch = trainable_copy(model)
+        trace = observe(scratch, inputs)
+        if channels:
+            graph = _dependency_graph(scratch, inputs)
+            groups, whole = components(scratch, graph, trace, _forbidden(model, filter_fn))
+            groups, refused = _verified(scratch, groups, inputs, trace.zero_pad)
+            whole |= refused
+        # of the copy in eval mode: reading a weight that is computed may change what it is computed from
+        modules = dict(scratch.named_modules())
+        layers = tuple(Layer(name, macs, weight_count(modules[name])) for name, macs in trace.macs.items())
+        flops = flops_cost(scratch, groups, trace.macs, trace.total)
+        params = params_cost(scratch, groups)
+    order = {name: i for i, name in enumerate(trace.macs)}
+    whole = dict(sorted(whole.items(), key=lambda item: order.get(item[0], len(order))))
+    return Structure(tuple(groups), whole, layers, flops, params)
+
+
+def allowed(filter_fn: FilterFn | None, module: nn.Module, name: str) -> bool:
+    """Whether a user lets a module be touched; a filter_fn that says neither yes nor no forgot to return something."""
+    if filter_fn is None:
+        return True
+    if not callable(filter_fn):
+        raise ConfigError(f"filter_fn = {filter_fn!r:.60}: give a function, such as lambda module, name: name != 'fc'")
+    answer = filter_fn(module, name)
+    if not isinstance(answer, (bool, np.bool_)):
+        raise ConfigError(f"filter_fn answers {answer!r:.60} for module {name!r}: it must return True or False")
+    return bool(answer)
+
+
+def chosen_again(whole: Mapping[str, str]) -> FilterFn:
+    """The filter_fn that keeps whole what the one of a run kept whole, by that run's reasons."""
+    kept = {reason.removeprefix(CHOSEN) for reason in whole.values() if reason.startswith(CHOSEN)}
+    return lambda module, name: name not in kept
+
+
+def verify(model: nn.Module, groups: Sequence[Group], keep: Tensor, example: Tensor | tuple) -> float:
+    """keep (U,) bool -> largest relative float64 difference of gated and cut network; StructureError beyond 1e-9."""
+    inputs = first_example(model, example)
+    with isolated(model):
+        exact, worst = trainable_copy(model).double(), 0.0
+        for draw in range(DRAWS):
+            values = _random_inputs(exact, inputs, draw)
+            gap = _gap(exact, groups, keep, values)
+            if gap.value > TOLERANCE:
+                raise StructureError(_blamed(exact, groups, keep, values) or _together(gap))
+            worst = max(worst, gap.value)
+            if any(_heard(exact, groups, keep, values)):
+                break
+    return worst
+
+
+def _blamed(exact: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...]) -> str:
+    """One line for the first group that differs by itself; empty where none does."""
+    for group, part in zip(groups, keep.split([g.units for g in groups]), strict=True):
+        single = _gap(exact, [group], part, inputs)
+        if single.value > TOLERANCE:
+            return _refusal({group.name: single.message})
+    return ""
+
+
+def _together(gap: _Gap) -> str:
+    return f"groups that pass one by one cannot be pruned together: {gap.message}; {WEIGHTS_INSTEAD}"
+
+
+def _dependency_graph(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    class Opaque(tp_ops.DummyPruner):
+        """Makes a module that Torch-Pruning does not know visible in its graph."""
+
+    opaque: dict[Any, Any] = {kind: Opaque() for kind in (nn.LocalResponseNorm, nn.GRU, nn.RNN)}
+    graph = tp.DependencyGraph()
+    try:
+        # Without forward_fn Torch-Pruning first tries model(*batch), which unbatches the example.
+        graph.build_dependency(model, inputs, forward_fn=lambda m, x: m(*x), customized_pruners=opaque, verbose=False)
+    except ZeroDivisionError:
+        _map_indices(graph)
+    except Exception as error:
+        raise StructureError(
+            f"the network's graph cannot be traced: {type(error).__name__}: {first_line(error)}; use granularity="
+            "'weight', which needs none"
+        ) from error
+    return graph
+
+
+def _map_indices(graph: Any) -> None:
+    """Torch-Pruning's last step once more, node by node.
+
+    It divides by 0 over a shuffle before a split, and leaves all nodes beyond without index mappings. That one node
+    alone stays without: channels do not line up there, which is found as for any unknown operation.
+    """
+    for module, node in graph.module2node.items():
+        alone = copy.copy(graph)
+        alone.module2node = {module: node}
+        with suppress(ZeroDivisionError):
+            update_index_mapping(alone)
+
+
+def _forbidden(model: nn.Module, filter_fn: FilterFn | None) -> set[str]:
+    """Names of the producers that the user wants to keep whole."""
+    producers = ((n, m) for n, m in model.named_modules() if isinstance(m, (_ConvNd, nn.Linear)))
+    return {name for name, module in producers if not allowed(filter_fn, module, name)}
+
+
+def _randomised(model: nn.Module, draw: int) -> nn.Module:
+    """A float64 copy in which no weight, scale or statistic is so special that it hides an error."""
+    result = copied(model).double()
+    generator = torch.Generator().manual_seed(3 * draw)
+    with torch.no_grad():
+        for tensor in result.parameters():
+            if tensor.is_floating_point():
+                value = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5
+                sign = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
+                fan_in = tensor[0].numel() if tensor.dim() > 1 else 1
+                tensor.copy_(value * sign * math.sqrt(2 / max(fan_in, 2)))
+        for tensor in result.buffers():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5)
+    return result
+
+
+class _Gap(NamedTuple):
+    """Relative difference of gated and cut network; `output` where it changes the outputs' shape."""
+
+    value: float
+    output: bool
+    message: str
+
+
+def _gap(exact: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...]) -> _Gap:
+    try:
+        value = difference(exact, groups, keep, inputs)
+    except Exception as error:
+        return _Gap(math.inf, False, f"the cut network fails ({first_line(error)}): its forward counts on all of them")
+    if value is None:
+        return _Gap(math.inf, True, "the cut network has outputs of another shape")
+    failure = _training_failure(exact, groups, keep, inputs)
+    if failure:
+        return _Gap(math.inf, False, f"the cut network fails in training ({failure}): it counts on all of them")
+    mixed = "as its forward moves or mixes them (shuffle, flip, padding, softmax, inputs put in front)"
+    return _Gap(value, False, f"the cut network differs from the gated one by {value:.1e}, {mixed}")
+
+
+def _training_failure(exact: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...]) -> str:
+    """What the cut network raises in training mode, in which a forward may call layers that evaluation does not."""
+    pairs = tuple(torch.cat([x, x]) if isinstance(x, Tensor) and x.dim() else x for x in inputs)
+    failures = []
+    for network in (cut(exact, recipe(exact, groups, keep)), copied(exact)):
+        try:
+            with torch.no_grad():  # of two examples: batch norms take no single one
+                network.train()(*pairs)
+        except Exception as error:
+            failures.append(first_line(error))
+            continue
+        break
+    return failures[0] if len(failures) == 1 else ""  # a network that fails uncut too fails for reasons of its own
+
+
+def _heard(exact: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...]) -> list[bool]:
+    """Whether outputs change with the gates of each group, by their gradient at `keep`; True where there is none."""
+    parameters = dict(exact.named_parameters())
+    device = next(iter(parameters.values())).device
+    gates = keep.to(device, torch.float64).requires_grad_()
+    weights = Fold(exact, groups).to(device)(parameters, gates)
+    found = [leaf for leaf in tree_leaves(functional_call(exact, weights, inputs)) if isinstance(leaf, Tensor)]
+    outputs = [leaf.double().flatten() for leaf in found if leaf.is_floating_point() and leaf.requires_grad]
+    if not outputs:
+        return [True] * len(groups)
+    output = torch.cat(outputs)
+    generator = torch.Generator().manual_seed(0)
+    mixed = output @ torch.rand(len(output), generator=generator, dtype=torch.float64).to(device)
+    try:
+        (slope,) = torch.autograd.grad(mixed, gates, materialize_grads=True)
+    except RuntimeError:  # kernels without a gradient in evaluation, as cuDNN's recurrent ones
+        return [True] * len(groups)
+    least = HEARD * float(output.detach().abs().max())
+    return [bool((part.abs() > least).any()) for part in slope.split([group.units for group in groups])]
+
+
+def _random_inputs(exact: nn.Module, inputs: tuple[Any, ...], draw: int) -> tuple[Any, ...]:
+    """Random numbers in place of real ones, in float64, after a check that the network takes them."""
+    generator = torch.Generator().manual_seed(3 * draw + 1)
+    result = tuple(
+        torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
+        if isinstance(x, Tensor) and x.is_floating_point()
+        else x
+        for x in inputs
+    )
+    try:
+        with torch.no_grad():
+            exact(*result)
+    except Exception as error:
+        raise StructureError(
+            f"the network cannot run in float64, which verification needs: {first_line(error)}"
+        ) from error
+    return result
+
+
+def _refusal(refused: dict[str, str]) -> str:
+    """One line for the first group that cannot be pruned safely, and a way out for all of them."""
+    name, message = next(iter(refused.items()))
+    others = f" (and of {len(refused) - 1} more)" if len(refused) > 1 else ""
+    return (
+        f"the channels of {name!r}{others} cannot be pruned safely: {message}; "
+        f"keep them whole with filter_fn=lambda module, name: name not in {tuple(refused)}, or {WEIGHTS_INSTEAD}"
+    )
+
+
+def _verified(
+    model: nn.Module, groups: list[Group], inputs: tuple[Any, ...], zero_pad: bool
+) -> tuple[list[Group], dict[str, str]]:
+    """The groups for which cut and gated network agree, and why others stay whole; refuses groups of neither kind."""
+    if not groups:
+        return [], {}
+    generator = torch.Generator().manual_seed(2)
+
+    def gap(chosen: list[Group]) -> _Gap:
+        """The largest of two trials, and of more as long as there is a group that the outputs have not told about."""
+        gaps, unheard = [], set(range(len(chosen)))
+        for draw in range(DRAWS):
+            exact = _randomised(model, draw)
+            values = _random_inputs(exact, inputs, draw)
+            halves = [torch.randperm(group.units, generator=generator) < (group.units + 1) // 2 for group in chosen]
+            keep = torch.cat(halves)
+            gaps.append(_gap(exact, chosen, keep, values))
+            if gaps[-1].value > TOLERANCE:
+                break
+            unheard -= {g for g, heard in enumerate(_heard(exact, chosen, keep, values)) if heard}
+            if draw and not unheard:
+                break
+        return max(gaps)
+
+    if gap(groups).value <= TOLERANCE:
+        return groups, {}
+    good: list[Group] = []
+    whole: dict[str, str] = {}
+    refused: dict[str, str] = {}
+    for group in groups:
+        found = gap([*good, group])
+        if found.value <= TOLERANCE:
+            good.append(group)
+        elif found.output:
+            whole[group.name] = OUTPUT
+        elif zero_pad:
+            whole[group.name] = ZERO_PAD
+        else:
+            refused[group.name] = found.message
+    if refused:
+        raise StructureError(_refusal(refused))
+    return good, whole

@@ -1,0 +1,111 @@
+"""The choice of units to keep, given their logits and a budget (Section 5)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dllp.errors import StructureError
+from dllp.structure.cost import Cost
+from dllp.structure.coupling import OUTPUT, UNREAD
+from dllp.structure.groups import WEIGHTS_INSTEAD, Structure
+
+NEAR = 0.005
+"""A budget is met where no more than this share of the dense cost is left of it."""
+
+
+def select(structure: Structure, logits: Tensor, *, cost: Cost, keep: float | None, round_to: int = 1) -> Tensor:
+    """logits (U,) -> bool (U,): the units to keep; cost at most `keep` * dense, or logits > 0 without `keep`.
+
+    Units are taken in descending order of their logits, in chunks of `round_to` channels within each group; the best
+    chunk of each group always stays. After the first chunk that does not fit, smaller ones fill what is left; where
+    that is still much, the last chunk of a group makes room for others that fill more.
+    """
+    scores = logits.detach().to("cpu", torch.float64)
+    if scores.shape != (structure.units,) or bool(scores.isnan().any()):
+        raise StructureError(f"logits must be {structure.units} numbers, one for each unit, and none of them NaN")
+    chunks: list[Tensor] = []
+    owners: list[int] = []
+    means: list[float] = []
+    kept = torch.zeros(structure.units, dtype=torch.bool)
+    per_unit = structure.channels_per_unit
+    for g, part in enumerate(structure.slices):
+        order = scores[part].argsort(descending=True, stable=True) + part.start
+        step = round_to // math.gcd(round_to, int(per_unit[part.start]))
+        best, *others = order.split(step)
+        kept[best] = True
+        chunks += others
+        owners += [g] * len(others)
+        means += [scores[chunk].mean().item() for chunk in others]
+    ranking = sorted(range(len(chunks)), key=lambda i: -means[i])
+    if keep is None:
+        for i in ranking:
+            kept[chunks[i]] |= means[i] > 0
+        return kept
+    cost = cost.to("cpu", torch.float64)
+    budget = keep * cost.dense * (1 + 1e-12)
+    smallest = cost.expected(kept.double()).item()
+    if smallest > budget:
+        raise StructureError(
+            f"a fraction of {keep:g} cannot be reached: one chunk of {round_to} channels in each group already costs "
+            f"{smallest / cost.dense:.4f} of the dense network; keep more, "
+            f"{'lower round_to, ' if round_to > 1 else ''}or {WEIGHTS_INSTEAD}"
+            f"{_reasons(structure)}"
+        )
+    return _nearest(kept, [(owners[i], chunks[i]) for i in ranking], cost, budget)
+
+
+def _reasons(structure: Structure) -> str:
+    """Why the costliest layers stay whole that could have been cut, in a few words."""
+    costs = {layer.name: layer.macs for layer in structure.layers}
+    inner = [name for name, why in structure.whole.items() if why not in (OUTPUT, UNREAD)]
+    names = sorted(inner, key=lambda name: -costs.get(name, 0.0))
+    return f" (whole are {'; '.join(f'{name}: {structure.whole[name]}' for name in names[:3])})" if names else ""
+
+
+def _nearest(kept: Tensor, ranking: list[tuple[int, Tensor]], cost: Cost, budget: float) -> Tensor:
+    """Fill the budget, and while it is missed by more than `NEAR`, let a group's last chunk make room for others."""
+    kept, now = _fill(kept, ranking, cost, budget, set())
+    while budget - now > NEAR * cost.dense:
+        last = {owner: chunk for owner, chunk in ranking if bool(kept[chunk[0]])}
+        options = []
+        for owner, chunk in last.items():
+            fewer = kept.clone()
+            fewer[chunk] = False
+            options.append(_fill(fewer, ranking, cost, budget, {owner}))
+        more, new = max(options, key=lambda option: option[1], default=(kept, now))
+        if new <= now * (1 + 1e-12):
+            break
+        kept, now = more, new
+    return kept
+
+
+def _fill(
+    kept: Tensor, ranking: list[tuple[int, Tensor]], cost: Cost, budget: float, closed: set[int]
+) -> tuple[Tensor, float]:
+    """Take chunks in order while they fit, and what all then cost; a group whose next chunk does not fit is closed."""
+    signals = cost.signals.numpy()
+    linear, pair = (cost.linear).numpy(), cost.pair.numpy()
+    in_signal, out_signal = cost.in_signal.numpy(), cost.out_signal.numpy()
+    counts = kept.double().numpy() @ signals
+    inputs = cost.in_const.numpy() + counts[in_signal]
+    outputs = cost.out_const.numpy() + counts[out_signal]
+    now = cost.expected(kept.double()).item()
+    kept = kept.clone()
+    for owner, chunk in ranking:
+        if owner in closed or bool(kept[chunk[0]]):
+            continue
+        index = chunk.numpy()
+        step = signals[index].sum(0)
+        more_in, more_out = step[in_signal], step[out_signal]
+        delta = pair @ (more_in * (outputs + more_out) + inputs * more_out) + linear[index].sum()
+        if now + delta > budget:
+            closed.add(owner)
+            continue
+        now += delta
+        inputs += more_in
+        outputs += more_out
+        kept[chunk] = True
+    return kept, now

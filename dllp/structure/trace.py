@@ -1,0 +1,197 @@
+"""What one forward of a single example shows: calls, multiply-accumulates, and channels padded with zeros."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from dllp.devices.torch_context import undisturbed
+from dllp.errors import StructureError, first_line
+from dllp.structure.slicing import copied, side_sizes
+
+UNFIT = (RuntimeError, NotImplementedError, ValueError, IndexError)
+"""What a forward pass raises about inputs that do not fit; a subclass, such as for memory, is about something else."""
+
+
+@contextmanager
+def explained(x: Tensor, cut: bool) -> Iterator[None]:
+    """Say what it means where a network fails on a batch, although it took the first examples."""
+    try:
+        yield
+    except UNFIT as error:
+        if type(error) not in UNFIT or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            raise
+        what, why = "network", "it took the first examples, so look at the others"
+        if cut:
+            what = "cut network"
+            why = "its forward goes another way than for the first examples: filter_fn can keep the layers there whole"
+        if len(x) == 1:
+            why += "; where it cannot learn from a single one, use drop_last=True or another batch size"
+        raise StructureError(
+            f"the {what} fails on a batch of shape {tuple(x.shape)} ({first_line(error)}): {why}"
+        ) from error
+
+
+def first_example(model: nn.Module, example: Tensor | tuple) -> tuple[Any, ...]:
+    """The first example of each input, where the network is."""
+    check_network(model)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    inputs = tuple(example) if isinstance(example, (tuple, list)) else (example,)
+    batch = next((x.shape[0] for x in inputs if isinstance(x, Tensor) and x.dim()), None)
+    if not batch:
+        raise StructureError("the example must be a tensor (or a tuple of them) with at least one example in it")
+    return tuple(
+        (x[:1] if x.dim() and x.shape[0] == batch else x).detach().to(device) if isinstance(x, Tensor) else x
+        for x in inputs
+    )
+
+
+@contextmanager
+def isolated(model: nn.Module) -> Iterator[None]:
+    """Random states as before, gradients on (the graph is read from autograd), and silence."""
+    devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
+    ordinals = sorted(d.index or 0 for d in devices)
+    with torch.random.fork_rng(devices=ordinals), undisturbed(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def check_network(model: object) -> None:
+    """Raise for what is no network, hides its layers, or has none yet."""
+    if not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else f"of type {type(model).__name__}"
+        raise StructureError(f"the network is {kind}: give an instance of nn.Module")
+    if any(isinstance(p, nn.UninitializedParameter) for p in model.parameters()):
+        raise StructureError("the network has lazy layers: run it once on an example first")
+    for key, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            own = key.endswith("_extra_state")
+            way = "remove get_extra_state, or register a buffer instead" if own else "give it before it was quantized"
+            raise StructureError(
+                f"the network's state holds {key!r}, a {type(value).__name__}, and files hold tensors only: {way}"
+            )
+    for name, module in model.named_modules():
+        what = repr(name) if name else "the network"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise StructureError(f"{what} is compiled by torch.jit, which hides its layers: give it as it was before")
+        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            raise StructureError(f"{what} is wrapped in {type(module).__name__}: give what it wraps, its .module")
+        if hasattr(module, "_orig_mod"):
+            raise StructureError(f"{what} is compiled by torch.compile: give what was compiled, its ._orig_mod")
+
+
+def trainable_copy(model: nn.Module) -> nn.Module:
+    """A copy in eval mode with every parameter trainable: Torch-Pruning overlooks frozen layers."""
+    result = copied(model).eval()
+    for parameter in result.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+        parameter.grad = None
+    return result
+
+
+class _ZeroPad(TorchFunctionMode):
+    """Watches a forward for tensors widened with zeros along their channels and then added to others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.padded: list[Tensor] = []
+        self.found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "").strip("_")
+        if name in ("pad", "cat", "concat", "concatenate") and args and isinstance(result, Tensor) and result.dim() > 1:
+            parts = [args[0]] if name == "pad" else list(args[0])
+            blank = name == "pad" or any(not t.requires_grad and not bool(t.any()) for t in parts)
+            if blank and result.shape[1] > parts[0].shape[1]:
+                self.padded.append(result)
+        elif name in ("add", "iadd", "radd"):
+            self.found |= any(a is p for a in args for p in self.padded)
+        return result
+
+
+@dataclass
+class Trace:
+    """What one forward of a single example shows; `macs` is in the order of execution."""
+
+    macs: dict[str, float] = field(default_factory=dict)
+    calls: Counter[str] = field(default_factory=Counter)
+    total: float = 0.0
+    zero_pad: bool = False
+
+
+@contextmanager
+def _countable(model: nn.Module) -> Iterator[None]:
+    """Recurrent layers and attention computed by matrix products: what libraries fuse is no FLOPs to the counter."""
+    plain = not any(isinstance(module, nn.RNNBase) for module in model.modules())
+    with (
+        torch.backends.mkldnn.flags(enabled=plain),
+        torch.backends.cudnn.flags(enabled=plain),
+        sdpa_kernel(SDPBackend.MATH),
+    ):
+        yield
+
+
+def misfit(model: nn.Module, inputs: list[Tensor], error: Exception) -> str:
+    """Why the network cannot take the inputs; types that differ are the one cause with a sure way out."""
+    shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    given = {x.dtype for x in inputs if x.is_floating_point()}
+    way_out = ""
+    if given and kinds != given:
+        way_out = f"; its weights are {_names(kinds)} but inputs {_names(given)}: convert the network with .float()"
+    return f"the network cannot take inputs of shape {shapes}: {first_line(error)}{way_out}"
+
+
+def _names(kinds: set[torch.dtype]) -> str:
+    return " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+
+
+def observe(model: nn.Module, inputs: tuple[Any, ...]) -> Trace:
+    """Run one forward, hooks in place for its duration; StructureError where the network cannot take the inputs."""
+    trace = Trace()
+
+    def hook(name: str, module: nn.Module) -> Callable[..., None]:
+        def record(_: nn.Module, args: Any, output: Any) -> None:
+            trace.calls[name] += 1
+            if isinstance(module, (_ConvNd, nn.Linear)):
+                # A weight is used once for each output position (each input position where transposed).
+                if isinstance(module, _ConvTransposeNd):
+                    positions = args[0].numel() / module.in_channels
+                else:
+                    positions = output.numel() / side_sizes(module)["out"]
+                trace.macs[name] = trace.macs.get(name, 0.0) + positions * module.weight.numel()
+
+        return record
+
+    watched = [(n, m) for n, m in model.named_modules() if side_sizes(m) or not list(m.children())]
+    handles = [module.register_forward_hook(hook(name, module)) for name, module in watched]
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    versions = [x._version for x in tensors]
+    try:
+        with _countable(model), FlopCounterMode(display=False) as counter, _ZeroPad() as pads:
+            output = model(*inputs)
+    except Exception as error:
+        raise StructureError(misfit(model, tensors, error)) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    if versions != [x._version for x in tensors]:  # every particle would see what those before it left
+        raise StructureError("the network changes its inputs in place: let its forward begin with x = x.clone()")
+    if trace.macs and not any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(output)):
+        raise StructureError("the network's graph cannot be traced: its forward switches gradients off")
+    trace.total = counter.get_total_flops() / 2
+    trace.zero_pad = pads.found
+    return trace

@@ -1,0 +1,286 @@
+"""What each gate rules: the weights it multiplies, the scale its prior acts on, and the cost it saves.
+
+Channel and weight granularity answer the same questions: training asks them without knowing which it has.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from dllp.config import Budget
+from dllp.errors import StructureError
+from dllp.structure.groups import FilterFn, Structure, allowed
+from dllp.structure.select import select
+from dllp.structure.slicing import Fold, Recipe, recipe, restrict
+from dllp.training.particles import Layout, kept_coordinates
+
+NORMS = (nn.modules.batchnorm._NormBase, nn.modules.instancenorm._InstanceNorm)
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The values the prior acts on: unit u's scale is the RMS of its coordinates in a row (Section 4).
+
+    Attributes:
+        coordinates: (U, M) into a row; units with fewer than M coordinates are padded with `spare`, which holds 0.
+        count: (U,) number of real coordinates.
+        modules: Names of the modules that own a slab precision.
+        lengths: Number of consecutive units that each of them rules.
+    """
+
+    coordinates: Tensor
+    count: Tensor
+    modules: tuple[str, ...]
+    lengths: tuple[int, ...]
+
+    def of(self, rows: Tensor) -> Tensor:
+        """(n, P) rows -> (n, U) scales."""
+        if self.coordinates.shape[1] == 1:
+            return rows[:, self.coordinates[:, 0]]
+        return (rows[:, self.coordinates].square().sum(-1) / self.count).sqrt()
+
+    def pulls(self, rows: Tensor, scores: Tensor) -> Tensor:
+        """(n, U) scores of the scales -> (n, U) pulls: a coordinate's own score is minus the pull times its value."""
+        scale = self.of(rows)
+        # where a scale is 0 its coordinates are 0 too, and whatever the pull is they stay
+        return -scores * scale / (self.count * scale.square().clamp_min(1e-24))
+
+    def module_sums(self, values: Tensor) -> Tensor:
+        """(n, U) -> (n, modules): sums over each module's units, without atomics."""
+        return torch.stack([part.sum(1) for part in values.split(self.lengths, dim=1)], dim=1)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """(n, modules) -> (n, U): each module's value at its units."""
+        return torch.cat([v.expand(-1, k) for v, k in zip(values.split(1, dim=1), self.lengths, strict=True)], dim=1)
+
+
+@dataclass(frozen=True)
+class LinearCost:
+    """Every gate has its own price (U,), in float64; what is left of the dense cost is constant."""
+
+    price: Tensor
+    dense: float
+
+    def expected(self, theta: Tensor) -> Tensor:
+        """(..., U) gate probabilities -> (...) expected cost, in float64: float32 sums lose single weights."""
+        return self.dense - (1 - theta.to(self.price.dtype)) @ self.price
+
+
+class ChannelGating:
+    """One gate for each prunable channel with everything coupled to it, folded into its consumers."""
+
+    def __init__(
+        self, model: nn.Module, structure: Structure, layout: Layout, device: torch.device, *, round_to: int = 1
+    ) -> None:
+        self.structure, self.round_to = structure, round_to
+        self.units, self.stored, self.whole = structure.units, structure.channels_per_unit, structure.whole
+        self.fold = Fold(model, structure.groups).to(device)
+        self.flops, self.params = structure.flops.to(device), structure.params.to(device)
+        self.scales = channel_scales(model, structure, layout, device)
+
+    def weights(self, parameters: Mapping[str, Tensor], gates: Tensor) -> dict[str, Tensor]:
+        return self.fold(parameters, gates)
+
+    def select(self, logits: Tensor, budget: Budget, keep: float | None) -> Tensor:
+        cost = getattr(self.structure, budget)
+        return select(self.structure, logits.cpu(), cost=cost, keep=keep, round_to=self.round_to).to(logits.device)
+
+    def in_order(self, values: Tensor) -> Tensor:
+        """(n, U) -> (n, U): as they are, group by group."""
+        return values
+
+    def recipe(self, model: nn.Module, keep: Tensor) -> Recipe:
+        """The kept channels of every module, given the kept gates (U,)."""
+        return recipe(model, self.structure.groups, keep.cpu())
+
+    def slab_coordinates(self, network: nn.Module, layout: Layout, keep: Tensor) -> Tensor:
+        """(U,) decisions -> (P,) bool: the coordinates of a row that remain in the cut network."""
+        return kept_coordinates(network, layout, self.recipe(network, keep))
+
+    def padded(self, keep: Tensor, logits: Tensor, lane: int) -> Tensor:
+        """(U,) decisions -> the same with the likeliest closed units of each group added up to a multiple of `lane`."""
+        result = keep.cpu().clone()
+        for part in self.structure.slices:
+            kept, order = result[part], logits[part].cpu().argsort(descending=True, stable=True)
+            missing = min(-int(kept.sum()) % lane, int((~kept).sum()))
+            kept[order[~kept[order]][:missing]] = True
+        return result
+
+    def closed(self, network: nn.Module, recipe: Recipe, padded: Tensor, keep: Tensor) -> tuple[Fold, Tensor]:
+        """The fold of a network that was cut to `padded`, and its gates: 0 for what only pads."""
+        groups = restrict(self.structure.groups, padded, recipe)
+        device = next(network.parameters()).device
+        return Fold(network, groups).to(device), keep.cpu()[padded].to(device, torch.float32)
+
+
+class WeightGating:
+    """One gate for each convolution weight (and linear weight, by option): the paper's letter."""
+
+    def __init__(
+        self, model: nn.Module, structure: Structure, layout: Layout, device: torch.device, *,
+        linear: bool = False, filter_fn: FilterFn | None = None,
+    ) -> None:  # fmt: skip
+        macs = {layer.name: layer.macs for layer in structure.layers}
+        owners, named = _owners(model), [(n, m) for n, m in model.named_modules() if n in macs or _has_matrix(m)]
+        reasons = {name: _why_whole(module, name, macs, owners, linear, filter_fn) for name, module in named}
+        self.whole = {name: reason for name, reason in reasons.items() if reason}
+        modules = [(name, module) for name, module in named if name not in self.whole]
+        held = {name: sum(p.numel() for p in module.parameters()) for name, module in named}
+        self.largest = sorted(self.whole, key=lambda name: -held[name])[:3]
+        if not modules:
+            raise StructureError(f"the network has no weights to gate: {self._reasons()}")
+        self.segments = [layout.segments[f"{name}.weight"] for name, _ in modules]
+        sizes = [segment.shape.numel() for segment in self.segments]
+        self.units = sum(sizes)
+        self.stored = torch.ones(self.units, dtype=torch.int64)
+        self.starts = [sum(sizes[:k]) for k in range(len(sizes))]
+        coordinates = torch.cat([torch.arange(s.offset, s.offset + s.shape.numel()) for s in self.segments])
+        self.scales = Scales(
+            coordinates[:, None].to(device),
+            torch.ones(self.units, device=device),
+            tuple(name for name, _ in modules),
+            tuple(sizes),
+        )
+        each = [macs[name] / size for (name, _), size in zip(modules, sizes, strict=True)]
+        prices = torch.tensor(each, dtype=torch.float64).repeat_interleave(torch.tensor(sizes))
+        self.flops = LinearCost(prices.to(device), structure.flops.dense)
+        self.params = LinearCost(torch.ones_like(self.flops.price), structure.params.dense)
+
+    def weights(self, parameters: Mapping[str, Tensor], gates: Tensor) -> dict[str, Tensor]:
+        effective = {}
+        for segment, start in zip(self.segments, self.starts, strict=True):
+            gate = gates[start : start + segment.shape.numel()]
+            if segment.channels_last:
+                o, i, h, w = segment.shape
+                gate = gate.view(o, h, w, i).permute(0, 3, 1, 2)
+            else:
+                gate = gate.view(segment.shape)
+            weight = parameters[segment.name]
+            effective[segment.name] = weight * gate.to(weight.dtype)
+        return effective
+
+    def _reasons(self) -> str:
+        """Why the largest modules without gates have none, in a few words."""
+        named: dict[str, list[str]] = {}
+        for name in self.largest:
+            named.setdefault(self.whole[name], []).append(name)
+        return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in named.items()) or "it has none"
+
+    def in_order(self, values: Tensor) -> Tensor:
+        """(n, U) -> (n, U): each parameter's values in its own order, whatever memory format it is trained in."""
+        parts = []
+        for segment, start in zip(self.segments, self.starts, strict=True):
+            part = values[:, start : start + segment.shape.numel()]
+            if segment.channels_last:
+                o, i, h, w = segment.shape
+                part = part.view(-1, o, h, w, i).permute(0, 1, 4, 2, 3).flatten(1)
+            parts.append(part)
+        return torch.cat(parts, dim=1)
+
+    def slab_coordinates(self, network: nn.Module, layout: Layout, keep: Tensor) -> Tensor:
+        """(U,) decisions -> (P,) bool: every coordinate but the closed weights."""
+        mask = torch.ones(layout.size, dtype=torch.bool, device=keep.device)
+        mask[self.scales.coordinates[:, 0]] = keep
+        return mask
+
+    def select(self, logits: Tensor, budget: Budget, keep: float | None) -> Tensor:
+        """Keep the most probable weights whose cost fits; single weights are fine enough to meet any budget."""
+        if keep is None:
+            return logits > 0
+        cost: LinearCost = getattr(self, budget)
+        price = cost.price.to(logits.device)
+        fixed = cost.dense - float(price.sum())
+        room = keep * cost.dense - fixed
+        if room < 0:
+            raise StructureError(
+                f"the budget cannot be met: the weights without gates alone cost {fixed / cost.dense:.4f} of the dense "
+                f"network; keep more{f' (without gates are {self._reasons()})' if self.largest else ''}"
+            )
+        order = torch.argsort(logits, descending=True, stable=True)
+        spent = price[order].cumsum(0)
+        chosen = torch.zeros_like(logits, dtype=torch.bool)
+        chosen[order[spent <= room + 1e-12 * cost.dense]] = True
+        return chosen
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Whether a module itself holds weights that multiply; those of a parametrization belong to its layer."""
+    if isinstance(module, parametrize.ParametrizationList):
+        return False
+    return any(p is not None and p.dim() > 1 for p in module._parameters.values())
+
+
+def _why_whole(
+    module: nn.Module, name: str, macs: Mapping[str, float], owners: Mapping[int, int], linear: bool,
+    filter_fn: FilterFn | None,
+) -> str:  # fmt: skip
+    """Why a module's weights have no gates; nothing where they have."""
+    if not isinstance(module, (nn.modules.conv._ConvNd, nn.Linear)):
+        return "no convolution and no linear layer"
+    if isinstance(module, nn.Linear) and not linear:
+        return "a linear layer; set gate_linear = true"
+    if name not in macs:
+        return "never called: another module computes with its weights"
+    if not allowed(filter_fn, module, name):
+        return "filter_fn keeps it"
+    if owners.get(id(module._parameters.get("weight"))) != 1:
+        return "its weight is shared, or computed from others (remove parametrizations first)"
+    return ""
+
+
+def _owners(model: nn.Module) -> Counter[int]:
+    """How many modules own each parameter, by its id; a module that has several names is one."""
+    return Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+
+
+def channel_scales(
+    model: nn.Module, structure: Structure, layout: Layout, device: torch.device, *, norms: bool = True
+) -> Scales:
+    """RMS of each unit's normalisation scales; of its filters where none reads it, or `norms` is False."""
+    modules, everywhere = dict(model.named_modules()), torch.arange(layout.size)
+    units, coordinates = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
+    for group, part in zip(structure.groups, structure.slices, strict=True):
+        outputs = [s for s in group.slices if s.side == "out" and f"{s.module}.weight" in layout.segments]
+        normed = torch.zeros(group.units, dtype=torch.bool)
+        for piece in (s for s in outputs if norms and isinstance(modules[s.module], NORMS)):
+            normed[piece.unit[piece.unit >= 0]] = True
+        for piece in outputs:
+            module = modules[piece.module]
+            if isinstance(module, nn.PReLU):
+                continue
+            # a norm may read a part of the group only (split features): the others have their filters
+            chosen = (piece.unit >= 0) & (normed[piece.unit] == isinstance(module, NORMS))
+            index = filters(module, layout.segments[f"{piece.module}.weight"].view(everywhere))[chosen]
+            units.append((piece.unit[chosen] + part.start).repeat_interleave(index.shape[1]))
+            coordinates.append(index.flatten())
+    return Scales(
+        *_table(torch.cat(units), torch.cat(coordinates), structure.units, layout.spare, device),
+        tuple(group.name for group in structure.groups),
+        tuple(group.units for group in structure.groups),
+    )
+
+
+def filters(module: nn.Module, weight: Tensor) -> Tensor:
+    """A module's weight, or something of its shape -> (outputs, K): what makes each output channel."""
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        # stored as (in, out/groups, ...): an output channel reads the input channels of its own group only
+        inputs, outputs = weight.shape[0] // module.groups, weight.shape[1]
+        weight = weight.reshape(module.groups, inputs, outputs, -1).transpose(1, 2)
+        return weight.reshape(module.groups * outputs, -1)
+    return weight.reshape(weight.shape[0], -1)
+
+
+def _table(unit: Tensor, at: Tensor, units: int, spare: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Pairs of unit and coordinate -> (U, M) coordinates padded with `spare`, and (U,) their number."""
+    count = torch.bincount(unit, minlength=units)
+    order = unit.argsort(stable=True)
+    column = torch.arange(len(unit)) - (count.cumsum(0) - count)[unit[order]]
+    padded = torch.full((units, max(count.tolist(), default=1)), spare)
+    padded[unit[order], column] = at[order]
+    return padded.to(device), count.to(device, torch.get_default_dtype())

@@ -1,0 +1,211 @@
+"""What is learned beside the weights: gates, slab precisions, the likelihood's noise, and the budget's multiplier.
+
+They follow the plain gradient of the objective (equation 12's min-max read as empirical Bayes): the priors' and the
+noise's in closed form, the loss's in the gates and the budget's by a backward pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dllp.config import SPIKE_AND_SLAB, Budget, Config
+from dllp.devices.mesh import Place
+from dllp.errors import DllpError, NumericsError
+from dllp.method import gates, objective, priors
+from dllp.training.gating import ChannelGating, WeightGating
+
+BINS = 10
+"""Equal parts of [0, 1] in which gates are counted."""
+
+
+class Belief:
+    """The beliefs of n particles about U gates in L modules.
+
+    Args:
+        gating: What the gates rule; None where there are none.
+        config: A resolved configuration.
+        rows: (n, P) particles, for shape, device and dtype.
+        num_data: N, the labels of the training set, or the numbers that a regression observes.
+        place: Which of all particles these are.
+    """
+
+    def __init__(
+        self, gating: ChannelGating | WeightGating | None, config: Config, rows: Tensor, num_data: int, place: Place
+    ) -> None:
+        self.gating, self.config, self.place = gating, config, place
+        units, modules = (gating.units, len(gating.scales.modules)) if gating else (0, 0)
+        n, device = len(rows), rows.device
+        self.logits = rows.new_full((n, units), config.gate_logit)
+        self.log_slab = rows.new_full((n, modules), config.slab).log()
+        self.log_d = rows.new_zeros(n)
+        self.multiplier = rows.new_zeros(n)
+        self.gap = rows.new_zeros(n)
+        self.keep: Tensor | None = None  # (n, U) bool, once the gates are discrete
+        self.d_logits, self.d_slab, self.d_noise = (torch.zeros_like(t) for t in self.learned)
+        self.log_slab.grad, self.log_d.grad = self.d_slab, self.d_noise  # the logits' comes when they start to learn
+        rates = (config.lr_gates, config.lr_scales, config.lr_scales)
+        groups = [{"params": [value], "lr": lr} for value, lr in zip(self.learned, rates, strict=True)]
+        self.adam = torch.optim.Adam(groups, capturable=device.type == "cuda")
+        self.generator = torch.Generator(device).manual_seed(config.seed)
+        self.budget: Budget
+        self.budget, self.target = config.budget
+        self.spike = float(config.epsilon or 0)
+        self.other = None if config.prior == SPIKE_AND_SLAB else priors.chosen(config)
+        # scales, logits, slab and spike: `prior_pulls` of a step sets them, `gate_gradient` reads them; not of others
+        self.prior: tuple[Tensor, Tensor, Tensor, float] | None = None
+        gated = units if config.prior_strength == "tempered" else 1
+        self.strength = 1 / max(num_data, gated)
+        # the prior pushes a gate by beta / N, the budget by about 1 / U: it must be able to hold against it
+        self.leverage = max(1.0, config.beta * self.strength * units)
+
+    @property
+    def _gating(self) -> ChannelGating | WeightGating:
+        if self.gating is None:
+            raise DllpError("there are no gates in a dense run")
+        return self.gating
+
+    @property
+    def learned(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What Adam changes: gate logits, slab precisions, noise; the last two as logarithms."""
+        return self.logits, self.log_slab, self.log_d
+
+    def relaxed(self, temperature: Tensor) -> Tensor:
+        """(n, U) relaxed gates: medians, or with noise that every process draws for all particles."""
+        if not self.config.draw_gates:
+            return gates.median(self.logits, temperature)
+        shape, device, dtype = (self.place.particles, self.logits.shape[1]), self.logits.device, self.logits.dtype
+        noise = torch.rand(shape, generator=self.generator, device=device, dtype=dtype)
+        return gates.sample(self.logits, temperature, self.place.take(noise))
+
+    def prior_pulls(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(n, P) -> the pull of slab and spike on each unit's coordinates, (n, U) each; sets the slab's gradient.
+
+        Other priors are of the sizes |scale|, which a single coordinate's root mean square is, too.
+        """
+        scales = self._gating.scales
+        if self.other is not None:
+            prior, parameters = self.other
+            scores = prior.unit_scores(scales.of(rows), scales.lengths, *parameters)
+            pull = self.strength * scales.pulls(rows, scores)
+            return pull, torch.zeros_like(pull)
+        self.prior = here = (scales.of(rows), self.logits, scales.spread(self.log_slab).exp(), self.spike)
+        slab_gradient = scales.module_sums(priors.log_slab_score(*here))
+        self.d_slab.copy_(slab_gradient).mul_(-self.config.beta * self.strength)
+        slab, spike = priors.precision_parts(*here)
+        return self.strength * slab / scales.count, self.strength * spike / scales.count
+
+    def shrinkage(self, rows: Tensor) -> tuple[Tensor, float]:
+        """`decayed` and `decay` of :func:`dllp.method.update.update_rows`: a weight has one shrinkage (Section 2).
+
+        Weight decay acts where no prior does: until the gates are discrete not on what they rule, then everywhere, or
+        there the slab's own.
+        """
+        decay, everywhere = self.config.weight_decay or 0.0, torch.ones_like(rows[0], dtype=torch.bool)
+        if self.gating is None:
+            return everywhere, decay
+        at = self.gating.scales.coordinates
+        if self.keep is None:
+            everywhere[at.flatten()] = False
+        elif self.config.slab_decay:
+            each = torch.full_like(rows, decay)
+            each[:, at] = self.slab_shrinkage()[..., None].expand(-1, *at.shape)
+            return each, 1.0
+        return everywhere, decay
+
+    def slab_shrinkage(self) -> Tensor:
+        """(n, U): beta lambda^2 / (n N), what remains of the prior once the spike is gone."""
+        scales = self._gating.scales
+        precision = scales.spread(2 * self.log_slab).exp() / scales.count
+        return self.config.beta * self.strength / self.place.particles * precision
+
+    def gate_gradient(self, z: Tensor, through: Tensor, temperature: Tensor, ramp: Tensor) -> None:
+        """Set the logits' gradient from the loss's gradient in the sampled gates (n, U), the prior and the budget."""
+        self.logits.grad = self.d_logits
+        prior = torch.zeros_like(z) if self.prior is None else priors.gate_score(*self.prior)
+        energy = self._budget_gradient(ramp)
+        self.d_logits.copy_(through * z * (1 - z) / temperature - self.config.beta * self.strength * prior + energy)
+        if self.target is not None:
+            self.multiplier.add_(self.gap, alpha=(self.config.dual_step or 0.0) * self.leverage)
+
+    def _budget_gradient(self, ramp: Tensor) -> Tensor:
+        """(n, U): gradient of the budget's energy in the logits; leaves the gap behind for the dual ascent."""
+        with torch.enable_grad():
+            logits = self.logits.detach().requires_grad_()
+            fraction = self._fraction(logits.sigmoid())
+            penalty = (self.config.gap_penalty or 0.0) * self.leverage
+            if self.target is None:
+                energy = (self.config.sparsity or 0.0) * fraction
+            else:
+                energy, gap = objective.budget_energy(fraction, ramp, self.multiplier, penalty)
+                self.gap.copy_(gap.detach())
+            (gradient,) = torch.autograd.grad(energy.sum(), logits)
+        return gradient
+
+    def _fraction(self, theta: Tensor) -> Tensor:
+        cost = getattr(self._gating, self.budget)
+        return cost.expected(theta) / cost.dense
+
+    def update(self, healthy: Tensor) -> None:
+        """One step of Adam, without gradients where a number broke; the slab stays within its bounds."""
+        for gradient in (self.d_logits, self.d_slab, self.d_noise):
+            gradient.masked_fill_(~healthy, 0)
+        self.adam.step()
+        if self.config.slab_bounds is not None:
+            self.log_slab.copy_(priors.clamp_slab(self.log_slab, self.config.slab_bounds))
+
+    def decide(self) -> Tensor:
+        """bool (n, U): the gates that stay, such that the true cost meets the budget."""
+        if not bool(self.logits.isfinite().all()):
+            raise NumericsError(f"the gates are not finite: training diverged; lower lr (now {self.config.lr})")
+        return torch.stack([self._gating.select(row, self.budget, self.target) for row in self.logits])
+
+    def log_prior(self, rows: Tensor) -> Tensor:
+        """(n, P) -> (n,): log density of all gated scales, equation 10 or the prior in its place, in float64."""
+        scales = self._gating.scales
+        values = scales.of(rows).double()
+        if self.other is None:
+            slab = scales.spread(self.log_slab).exp().double()
+            return priors.spike_and_slab_log_prob(values, self.logits.double(), slab, self.spike).sum(1)
+        prior, parameters = self.other
+        values = values.abs()
+        parts = values.split(list(scales.lengths), dim=1) if prior.scope == "module" else [values]
+        sums = [torch.stack([prior.log_prob(row, *parameters).sum() for row in part]) for part in parts]
+        return torch.stack(sums).sum(0)
+
+    def rest(self, keep: Tensor) -> None:
+        """Hold the decisions (n, U): from here on only the noise learns."""
+        self.logits.grad = self.log_slab.grad = None
+        self.keep = keep
+
+    @property
+    def theta(self) -> Tensor:
+        """(n, U): probabilities of the gates, 0 or 1 once they are discrete."""
+        return self.logits.sigmoid() if self.keep is None else self.keep.to(self.logits.dtype)
+
+    def cost(self) -> Tensor:
+        """(n,) expected (soft) or true (discrete) cost over the dense cost."""
+        if self.gating is None:
+            return torch.ones_like(self.log_d)
+        return self._fraction(self.theta)
+
+    def undecided(self) -> Tensor:
+        """(n,) share of gates whose probability is neither below 5% nor above 95%."""
+        if self.gating is None or self.keep is not None:
+            return torch.zeros_like(self.log_d)
+        return objective.undecided(self.logits.sigmoid())
+
+    def counts(self) -> list[list[int]]:
+        """(modules, BINS): how many gates of each module have a probability in each part, all particles together."""
+        if self.gating is None:
+            return []
+        theta = self.theta
+        # sums of booleans are whole numbers and deterministic; a histogram on CUDA is not
+        parts = [self.gating.scales.module_sums(theta < (k + 1) / BINS).sum(0) for k in range(BINS - 1)]
+        total = self.gating.scales.module_sums(torch.ones_like(theta, dtype=torch.bool)).sum(0)
+        sums = self.place.rows.add_(torch.stack([*parts, total]))
+        return sums.diff(dim=0, prepend=torch.zeros_like(total)[None]).T.tolist()
+
+    def noise(self) -> Tensor:
+        """(n,) variance 1/d^2 of the likelihood."""
+        return (-2 * self.log_d).exp()

@@ -1,0 +1,241 @@
+"""`dllp bench`: run what a table or figure lacks, and write it from everything that is finished.
+
+Knows nothing of the terminal: whoever calls it hands over what shows progress.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from dllp.data import Dataset, load, names
+from dllp.data.bad import LeftOut
+from dllp.data.download import Progress
+from dllp.devices.device import find_device
+from dllp.errors import ConfigError
+from dllp.training.trainer import EpochRecord, Trainer
+from paper import cluster, plans, run, tables
+from paper.jobs import Runner
+from paper.launch import Spread
+from paper.processes import Processes
+from paper.store import Store
+from paper.worker import Settings, say_left_out
+
+RESULTS = "results"
+LAUNCHERS = {"local": ("jobs",), "ray": ("jobs", "address", "cpus")}
+"""Where jobs run besides this process, with the options of each."""
+Download = Callable[[], AbstractContextManager[Progress | None]]
+
+
+class Shown(Protocol):
+    """What shows a training: see :class:`dllp.cli.progress.Silent`."""
+
+    def begin(self, title: str, epochs: int, target: float | None) -> None: ...
+
+    def step(self, trainer: Trainer) -> None: ...
+
+    def epoch(self, record: EpochRecord) -> None: ...
+
+
+class Nothing(AbstractContextManager["Nothing"]):
+    """Shows nothing."""
+
+    def begin(self, title: str, epochs: int, target: float | None) -> None:
+        """A training starts."""
+
+    def step(self, trainer: Trainer) -> None:
+        """It took a step."""
+
+    def epoch(self, record: EpochRecord) -> None:
+        """It finished an epoch."""
+
+    def __exit__(self, *exception: object) -> None:
+        """Nothing to put away."""
+
+
+def execute(
+    given: Mapping[str, Any],
+    *,
+    download: Download = nullcontext,
+    reporter: Callable[[], AbstractContextManager[Shown]] = Nothing,
+) -> None:
+    """One call of the command.
+
+    Args:
+        given: Its options by name, only those that the user gave.
+        download, reporter: Open what shows a download, and what shows trainings.
+    """
+    check_launcher(given)
+    settings, quiet = plans.settings(given.get("set", ())), given.get("quiet", False)
+    table = tables.table(given["name"]).set(settings, given.get("rows", ()))
+    variant = plans.Variant(given.get("epochs"), given.get("validation", 0), settings)
+    if variant.validation and table.name in run.OF_PREDICTIONS:
+        raise ConfigError(f"{table.name} is about predictions on the test set: leave out --validation")
+    share = shard(given.get("shard", "1/1"))
+    plan = table.plan(given.get("rows", ()), given.get("seeds"), variant, share)
+    store = run.open_store(Path(given.get("out", RESULTS)), table, variant)
+    if given.get("list"):
+        finished = store.digests() | {digest for source in store.sources for digest in source.digests()}
+        for planned in plan:
+            print("done" if planned.job.digest in finished else "    ", planned.job.digest, run.describe(planned))
+        print(f"{sum(planned.job.digest in finished for planned in plan)} of {len(plan)} jobs are finished")
+        return
+    try:
+        store.adopt({planned.job.digest: planned.row.predictions != "none" for planned in plan})
+        finished = store.digests()
+        if not given.get("summary_only") and any(planned.job.digest not in finished for planned in plan):
+            work = _Work(plan, store, data_of(table, given), given, share[1])
+            if "launcher" in given:
+                work.elsewhere(download)
+            else:
+                work.here(download, reporter)
+    finally:
+        summary = run.write_summary(table, store, variant)
+    if summary is None and given.get("summary_only"):
+        raise ConfigError(f"{store.folder} has no finished job to sum up: name the folder of all results with --out")
+    if not quiet and summary is not None:
+        print((store.folder / run.MARKDOWN).read_text(encoding="utf-8"))
+        print(f"results: {store.folder}")
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The jobs of one call on one data set; `shards` processes share them."""
+
+    plan: Sequence[plans.Planned]
+    store: Store
+    data: str
+    given: Mapping[str, Any]
+    shards: int
+
+    def here(self, download: Download, reporter: Callable[[], AbstractContextManager[Shown]]) -> None:
+        """One job after another in this process."""
+        device = find_device(self.given.get("device", "auto"))
+        with download() as bar:
+            data = self._load(bar)
+        with reporter() as shown:
+            machine = {"device": str(device), "precision": self._precision(device.type), "recompute": self._recompute}
+            watch = {"on_epoch": shown.epoch, "on_step": shown.step}
+            runner = Runner(data, everywhere=self._everywhere, **watch, **machine)
+
+            def begin(planned: plans.Planned) -> None:
+                config = runner.config(planned.job)
+                shown.begin(run.describe(planned), config.epochs, config.budget[1])
+
+            run.finish(self.plan, self._book(1), runner, begin=begin)
+
+    def elsewhere(self, download: Download) -> None:
+        """In processes of this machine, or on a cluster."""
+        count = self.given.get("jobs")
+        if self.given["launcher"] == "ray":
+            with cluster.connected(self.given.get("address")):
+                settings = self._settings(cluster.device(self.given.get("device", "auto")))
+                self._spread(cluster.Cluster(settings, self.given.get("cpus", 1), count))
+            return
+        device = find_device(self.given.get("device", "auto"))
+        told: list[str] = []
+        with download() as bar:  # one download for all, and mistakes are told before a process starts
+            self._load(bar, told)
+        self._spread(Processes(self._settings(str(device), told), count))
+
+    def _load(self, bar: Progress | None, told: list[str] | None = None) -> Dataset:
+        """The data; images that cannot be read are said, and added to `told`."""
+
+        def tell(image: LeftOut) -> None:
+            if told is not None:
+                told.append(_absolute(image.name))
+            if not self.given.get("quiet"):
+                say_left_out(image)
+
+        return load(self.data, root=self.given.get("data_root"), progress=bar, tell=tell, **self._loading)
+
+    def _spread(self, pool: Processes | cluster.Cluster) -> None:
+        def tell(text: str) -> None:
+            if not self.given.get("quiet"):
+                print(f"dllp: {text}", file=sys.stderr, flush=True)
+
+        Spread(self.plan, pool, self._book(pool.sharing), tell).run()
+
+    def _settings(self, device: str, told: Sequence[str] = ()) -> Settings:
+        """Places as seen from anywhere: workers may start in another folder."""
+        data, root = self.data, self.given.get("data_root")
+        data = data if data in names() else _absolute(data)
+        return Settings(
+            data, root and _absolute(root), device, self._precision(device), threads=1, loading=self._loading,
+            recompute=self._recompute, everywhere=self._everywhere, seen=run.seen_data(self.store), told=told,
+            quiet=self.given.get("quiet", False),
+        )  # fmt: skip
+
+    @property
+    def _loading(self) -> dict[str, Any]:
+        """How images of a folder are read."""
+        return {option: self.given[option] for option in ("image_size", "workers", "max_bad") if option in self.given}
+
+    @property
+    def _everywhere(self) -> bool:
+        return any(planned.row.predictions != "none" for planned in self.plan)
+
+    @property
+    def _recompute(self) -> bool:
+        return self.given.get("recompute", False)
+
+    def _precision(self, device: str) -> str:
+        return self.given.get("precision", "bfloat16" if device.startswith("cuda") else "float32")
+
+    def _book(self, sharing: int) -> run.Book:
+        given = self.given
+        words = [word for option, value in given.items() if option != "name" for word in _words(option, value)]
+        note = {"command": shlex.join(["dllp", "bench", given["name"], *words]), "processes": self.shards * sharing}
+
+        def done(planned: plans.Planned, line: dict[str, Any]) -> None:
+            if not given.get("quiet"):
+                print(f"{run.describe(planned)}: {run.figures(line)}", flush=True)
+
+        return run.Book(self.store, note, done)
+
+
+def check_launcher(given: Mapping[str, Any]) -> None:
+    """Raise where the options of a launcher do not fit it, or it is not installed."""
+    launcher = given.get("launcher")
+    for option in ("jobs", "address", "cpus"):
+        if option in given and option not in LAUNCHERS.get(launcher or "", ()):
+            able = " or ".join(f"--launcher {name}" for name, options in LAUNCHERS.items() if option in options)
+            raise ConfigError(f"--{option} needs {able}")
+        if option != "address" and given.get(option, 1) < 1:
+            raise ConfigError(f"{option} = {given[option]}: at least 1 is needed")
+    if launcher == "ray":
+        cluster.require()
+
+
+def _absolute(path: str) -> str:
+    return path if path.startswith("~") else str(Path(path).absolute())
+
+
+def data_of(table: plans.Table, given: Mapping[str, Any]) -> str:
+    """The data that a table is measured on: its own, or the folder that the user names."""
+    if table.data and "data" in given:
+        raise ConfigError(f"{table.name} is measured on {table.data}: leave out --data")
+    if not table.data and "data" not in given:
+        raise ConfigError(f"{table.name} needs --data FOLDER with train/<class>/ and val/<class>/, such as ImageNet's")
+    return table.data or given["data"]
+
+
+def shard(text: str) -> tuple[int, int]:
+    """'2/3' -> (2, 3)."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    index, count = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= index <= count:
+        raise ConfigError(f"shard = {text!r}: give I/N with I from 1 to N, for example 1/2")
+    return index, count
+
+
+def _words(option: str, value: Any) -> list[str]:
+    """An option as it is typed."""
+    values = [] if value is True else value if isinstance(value, list) else [value]
+    return ["--" + option.replace("_", "-"), *map(str, values)] if value is not False else []

@@ -1,0 +1,328 @@
+"""One job: train (or derive) the networks of one table row for one seed, evaluate them, and say it in one JSON line."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dllp import zoo
+from dllp.api import prune, train_dense
+from dllp.baselines import find as find_baseline
+from dllp.baselines import run as baseline
+from dllp.baselines.run import FINETUNE_LR
+from dllp.config import Config
+from dllp.data import ArrayData, Dataset
+from dllp.data.arrays import CHUNK_ELEMENTS, Augment
+from dllp.devices.device import environment, find_device
+from dllp.evaluation import metrics, weight_analysis
+from dllp.posterior import Posterior
+from dllp.result import Result, Size
+from dllp.structure.groups import Structure, discover
+from dllp.structure.select import select
+from dllp.structure.slicing import cut
+from dllp.structure.slicing import recipe as kept_channels
+from dllp.training.trainer import EpochRecord, Trainer
+from paper.recipes import recipe, short
+from paper.splits import CLEAN, Split, Splits
+
+Method = Literal["dense", "dllp", "thin", "magnitude", "random", "baseline"]
+DERIVED = ("magnitude", "random")
+"""Methods that cut the dense network of the same seed and train nothing themselves."""
+OnEpoch = Callable[[EpochRecord], None]
+OnStep = Callable[[Trainer], None]
+FLOPS_OF = {"dense": "the dense network", "channel": "the extracted network", "weight": "its non-zero weights"}
+MACHINE = ("device", "precision", "engine", "deterministic", "parallel", "recompute")
+"""Fields of Config that say how something is computed, not what."""
+LATER: dict[str, Any] = {"prior": "spike_and_slab", "prior_scale": 0.05, "polarization": 1.2, "noise": "constant",
+                         "sync_batch_norm": False, "accumulate": 1, "draw_gates": True,
+                         "slab_decay": False}  # fmt: skip
+"""Fields that Config gained after results were published, with the value that means "as before": what has this value
+is left out of digests, so that those results keep their names."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained; two jobs with the same digest are the same run.
+
+    Attributes:
+        keep: Fraction of the FLOPs that is kept; 1 for dense.
+        validation: Number of training images held out and evaluated on instead of the test set: every choice of a
+            hyperparameter is made this way.
+        pretrain: How many of the epochs train the whole network first; the rest, by the short preset, start from it.
+        fraction: Share of the training images that are used; epochs are as many more as there are fewer steps in one.
+        augment: Of the training images, instead of what they were loaded with.
+        without: Classes that are left out of training and test, and kept as inputs from elsewhere.
+        baseline: With the method `baseline`: one of :data:`dllp.baselines.METHODS`.
+        finetune: Epochs after the cut of a baseline, at `finetune_lr` times the learning rate.
+        changes: Differences from the network's recipe.
+    """
+
+    network: str
+    method: Method
+    granularity: Literal["channel", "weight"] = "channel"
+    keep: float = 1.0
+    seed: int = 0
+    epochs: int = 60
+    pretrain: int = 0
+    validation: int = 0
+    fraction: float = 1.0
+    augment: Augment | None = None
+    without: tuple[str, ...] = ()
+    baseline: str = ""
+    finetune: int = 0
+    finetune_lr: float = FINETUNE_LR
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Config:
+        """The network's recipe with the job's own settings."""
+        own: dict[str, Any] = {"keep_flops": self.keep} if self.method in ("dllp", "baseline") else {}
+        own |= {} if self.method == "dllp" else {"particles": 1}
+        own |= {"epochs": self.epochs - self.pretrain, "seed": self.seed, **self.changes}
+        return short(self.granularity, **own) if self.pretrain else recipe(self.network, self.granularity, **own)
+
+    @property
+    def derived(self) -> bool:
+        """Whether it starts from the dense network of the same seed."""
+        return self.method in DERIVED or (self.method == "baseline" and not find_baseline(self.baseline).trains)
+
+    @property
+    def dense(self) -> Job:
+        """The dense network to start from, or to compare with."""
+        return replace(
+            self, method="dense", granularity="channel", keep=1.0, epochs=self.pretrain or self.epochs, pretrain=0,
+            baseline="", finetune=0, finetune_lr=FINETUNE_LR, changes={} if self.pretrain else self.changes,
+        )  # fmt: skip
+
+    @property
+    def digest(self) -> str:
+        """Names the job by everything that decides its outcome, the whole configuration included.
+
+        The job's own fields count where they are not at their defaults; `changes` count as part of the configuration.
+        """
+        values = {f.name: (getattr(self, f.name), f.default) for f in fields(self) if f.name != "changes"}
+        own = {name: value for name, (value, default) in values.items() if value != default}
+        config = self.config.resolved().as_dict().items()
+        counted = {name: value for name, value in config if name not in MACHINE and LATER.get(name, ...) != value}
+        everything = {**own, "config": counted}
+        return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a method hands over for evaluation; `before` is its network before fine-tuning."""
+
+    posterior: Posterior
+    sizes: list[Size]
+    dense: Size
+    seconds: float
+    detail: dict[str, Any] = field(default_factory=dict)
+    before: Posterior | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A job's JSON line, and (n, B, C) probabilities on each version of the evaluation data with its labels (B,)."""
+
+    line: dict[str, Any]
+    probabilities: dict[str, np.ndarray]
+    labels: np.ndarray
+
+
+class Runner:
+    """Runs jobs on one data set; dense networks are kept, because other methods start from them.
+
+    Args:
+        everywhere: Whether predictions on corrupted and foreign inputs are wanted too.
+        machine: Settings that do not change what is computed: device, precision, engine.
+    """
+
+    def __init__(
+        self, data: Dataset, *, everywhere: bool = True, on_epoch: OnEpoch | None = None,
+        on_step: OnStep | None = None, **machine: Any,
+    ) -> None:  # fmt: skip
+        self.data, self.machine, self.splits = data, machine, Splits(data, everywhere)
+        self.watch: dict[str, Any] = {"on_epoch": on_epoch, "on_step": on_step}
+        self.dense_networks: dict[str, Result] = {}
+
+    def run(self, job: Job) -> Outcome:
+        """Train, evaluate, report."""
+        config = self.config(job)
+        device = find_device(config.device)
+        train, versions = self.splits.of(job)
+        test = versions[CLEAN]
+        trained = getattr(self, f"_{job.method}")(job, train, config)
+        trained.posterior.to(device)
+        probabilities = {name: members(trained.posterior, version, device) for name, version in versions.items()}
+        trained.posterior.to("cpu")
+        clean, labels = probabilities[CLEAN], test.y.cpu()
+        line = {
+            **asdict(job),
+            "digest": job.digest,
+            "data": self.splits.described,
+            "evaluated_on": "validation" if job.validation else "test",
+            "particles": [metrics.summary(p, labels) for p in clean],
+            "ensemble": metrics.summary(clean.mean(0), labels),
+            "macs": [size.macs for size in trained.sizes],
+            "params": [size.params for size in trained.sizes],
+            "dense_macs": trained.dense.macs,
+            "dense_params": trained.dense.params,
+            "flops_removed": [1 - size.macs / trained.dense.macs for size in trained.sizes],
+            "flops_of": FLOPS_OF["dense" if job.method == "dense" else job.granularity],
+            "train_seconds": trained.seconds,
+            "config": config.resolved().as_dict(),
+            **self._before(trained, test, device),
+            **trained.detail,
+            **environment(device),
+        }
+        return Outcome(line, {name: p.numpy() for name, p in probabilities.items()}, labels.numpy())
+
+    def _before(self, trained: Trained, test: ArrayData, device: torch.device) -> dict[str, Any]:
+        """Figures of the network before it was fine-tuned, where it was."""
+        if trained.before is None:
+            return {}
+        trained.before.to(device)
+        found = metrics.summary(members(trained.before, test, device)[0], test.y.cpu())
+        trained.before.to("cpu")
+        return {"before": found}
+
+    def config(self, job: Job) -> Config:
+        """The job's configuration on this machine; a fraction of the data gets as many steps as all of it."""
+        config = replace(job.config, **self.machine)
+        if job.fraction == 1:
+            return config
+        sizes = (len(self.data.train), round(job.fraction * len(self.data.train)))
+        whole, part = (max(1, size // config.batch_size) for size in sizes)
+        factor = whole / part
+        return replace(config, epochs=max(1, round(config.epochs * factor)), warmup=config.warmup * factor)
+
+    def _network(self, job: Job) -> nn.Module:
+        size = {"in_channels": self.data.in_channels, "image_size": self.data.image_size}
+        return zoo.build(job.network, self.data.num_classes - len(job.without), **size)
+
+    # ---- methods
+
+    def _dllp(self, job: Job, train: Split, config: Config) -> Trained:
+        first = self._trained_dense(job, train) if job.pretrain else None
+        result = prune(first.model if first else self._network(job), train, config, **self.watch)
+        seconds = spent(result) + (spent(first) if first else 0)
+        detail = {"widths": result.widths, "history": brief(result.history), "noise": result.gates["noise"].tolist()}
+        detail |= {name: result.info[name] for name in ("log_prior", "num_data")}
+        return Trained(result.posterior, result.sizes, result.dense, seconds, detail | weights(job, result))
+
+    def _baseline(self, job: Job, train: Split, config: Config) -> Trained:
+        """Another method by the dense network's recipe, then its fine-tuning."""
+        config = replace(config, weight_decay=job.dense.config.resolved().weight_decay)  # not that of DLLP's weights
+
+        def watched(verb: baseline.Verb, stage: str, model: nn.Module, data: Any, config: Config) -> Result:
+            return verb(model, data, config, **self.watch)
+
+        pruned = baseline.prune(
+            find_baseline(job.baseline), self._network(job), train, config, finetune_epochs=job.finetune,
+            finetune_lr=job.finetune_lr, trained=self._trained_dense(job, train) if job.derived else None,
+            train=watched,
+        )  # fmt: skip
+        result = pruned.result
+        detail = {"widths": result.widths, "history": brief(result.history), **weights(job, pruned.before)}
+        before = pruned.before.posterior if pruned.after else None
+        return Trained(result.posterior, result.sizes, result.dense, spent(result), detail, before)
+
+    def _dense(self, job: Job, train: Split, config: Config) -> Trained:
+        result = train_dense(self._network(job), train, config, **self.watch)
+        self.dense_networks[job.digest] = copy.deepcopy(result)
+        detail = {"history": brief(result.history)} | weights(job, result)
+        return Trained(result.posterior, result.sizes, result.dense, spent(result), detail)
+
+    def _trained_dense(self, job: Job, train: Split) -> Result:
+        """The dense network that a job starts from."""
+        dense = job.dense
+        if dense.digest not in self.dense_networks:
+            self._dense(dense, train, replace(self.config(dense), keep_flops=None, keep_params=None))
+        return self.dense_networks[dense.digest]
+
+    def _thin(self, job: Job, train: Split, config: Config) -> Trained:
+        """The same network, every layer equally narrower, trained from scratch."""
+        network = self._network(job)
+        structure = discover(network, self._example())
+        ranks = [-torch.arange(group.units, dtype=torch.float64) / group.units for group in structure.groups]
+        small, size, widths = self._cut(network, structure, torch.cat(ranks), job.keep)
+        result = train_dense(small, train, config, **self.watch)
+        detail = {"widths": widths, "history": brief(result.history)}
+        return Trained(result.posterior, [size], dense_size(structure), spent(result), detail)
+
+    def _magnitude(self, job: Job, train: Split, config: Config) -> Trained:
+        """The dense network's channels with the largest filters, relative to their layer; no fine-tuning."""
+
+        def score(network: nn.Module, structure: Structure) -> Tensor:
+            scores = []
+            for group in structure.groups:
+                weight = network.get_submodule(group.name).weight.detach()  # type: ignore[union-attr, operator]
+                norms = weight.abs().flatten(1).sum(1).double()
+                scores.append(norms / norms.mean())
+            return torch.cat(scores)
+
+        return self._derived(job, train, score)
+
+    def _random(self, job: Job, train: Split, config: Config) -> Trained:
+        """Random channels of the dense network; no fine-tuning."""
+        generator = torch.Generator().manual_seed(job.seed)
+        return self._derived(job, train, lambda _, s: torch.rand(s.units, generator=generator))
+
+    def _derived(self, job: Job, train: Split, score: Callable[[nn.Module, Structure], Tensor]) -> Trained:
+        dense = self._trained_dense(job, train)
+        network = dense.model
+        structure = discover(network, self._example())
+        small, size, widths = self._cut(network, structure, score(network, structure), job.keep)
+        posterior = Posterior([small.eval()], torch.ones(1))
+        return Trained(posterior, [size], dense_size(structure), spent(dense), {"widths": widths})
+
+    def _example(self) -> Tensor:
+        return self.data.test.inputs(slice(0, 2)).cpu()
+
+    def _cut(
+        self, network: nn.Module, structure: Structure, scores: Tensor, keep: float
+    ) -> tuple[nn.Module, Size, dict[str, list[int]]]:
+        """The network cut to the units with the highest scores, its cost, and kept and all units of each group."""
+        chosen = select(structure, scores, cost=structure.flops, keep=keep)
+        gates = chosen.double()
+        size = Size(float(structure.flops.expected(gates)), round(float(structure.params.expected(gates))))
+        parts = zip(structure.groups, structure.slices, strict=True)
+        widths = {group.name: [int(chosen[part].sum()), group.units] for group, part in parts}
+        return cut(network, kept_channels(network, structure.groups, chosen)), size, widths
+
+
+def spent(result: Result) -> float:
+    """Seconds of all its epochs."""
+    return sum(record["seconds"] for record in result.history)
+
+
+def weights(job: Job, result: Result) -> dict[str, Any]:
+    """How the weights are distributed, for jobs that single weights are the point of (Section 9)."""
+    return {"distribution": weight_analysis.record(result)} if job.granularity == "weight" else {}
+
+
+def dense_size(structure: Structure) -> Size:
+    """What the whole network costs."""
+    return Size(structure.flops.dense, round(structure.params.dense))
+
+
+def brief(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records without the counts of gates by module, which would be most of a line."""
+    return [{name: value for name, value in record.items() if name != "gates"} for record in history]
+
+
+def members(posterior: Posterior, data: ArrayData, device: torch.device, most: int = 2000) -> Tensor:
+    """(n, B, C) probabilities on the CPU, of at most so many inputs at once, of large ones of fewer."""
+    chunk = max(1, min(most, CHUNK_ELEMENTS // math.prod(data.shape)))
+    starts = range(0, len(data), chunk)
+    parts = [posterior.members(data.inputs(slice(s, s + chunk)).to(device), chunk) for s in starts]
+    return torch.cat(parts, dim=1)

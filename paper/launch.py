@@ -1,0 +1,158 @@
+"""Spread the jobs of a table over workers: the one who hands them out is the only one who writes.
+
+A job whose worker is lost is given to another one. Jobs that start from the same dense network go to the same worker,
+behind it, so that the network is trained once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from dllp.errors import WorkerError
+from dllp.signals import Stop
+from paper.jobs import Job
+from paper.plans import Planned
+from paper.run import Book, describe
+from paper.worker import Answer, Failed, Lost, Unfit
+
+KEPT = "finished jobs are kept, the same command goes on"
+Unit = deque[Planned]
+Hand = Any
+"""What a pool calls one of its workers; anything that can be looked up."""
+
+
+class Pool(Protocol):
+    """Where workers are.
+
+    Attributes:
+        retries: How often a job is given away again after its worker was lost.
+    """
+
+    retries: int
+
+    def room(self, busy: int) -> bool:
+        """Whether one more worker would find room beside `busy` others; raises where none ever will."""
+        ...
+
+    def hire(self) -> Hand:
+        """Start a worker."""
+        ...
+
+    def give(self, hand: Hand, job: Job) -> None:
+        """Hand it a job; each has one at a time."""
+        ...
+
+    def answers(self) -> Iterator[tuple[Hand, Answer]]:
+        """What came back, after a second at most; workers that answered :class:`Lost` are forgotten."""
+        ...
+
+    def dismiss(self, hand: Hand) -> None:
+        """A worker without a job ends."""
+        ...
+
+    def close(self) -> None:
+        """All workers end at once."""
+        ...
+
+
+def units(plan: Sequence[Planned]) -> list[Unit]:
+    """The jobs for one worker each: a dense network with what starts from it behind it, any other job by itself."""
+    found: dict[str, list[Planned]] = {}
+    for planned in plan:
+        job = planned.job
+        found.setdefault(job.dense.digest if job.derived else job.digest, []).append(planned)
+    return [deque(sorted(unit, key=lambda planned: planned.job.derived)) for unit in found.values()]
+
+
+class Spread:
+    """Hands out the jobs of a plan.
+
+    Args:
+        pool: Closed at the end, whatever happens.
+        book: Where finished jobs are written down, at once.
+        tell: Called with a line about what went wrong without ending the bench.
+    """
+
+    def __init__(
+        self, plan: Sequence[Planned], pool: Pool, book: Book, tell: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self.pool, self.book, self.tell = pool, book, tell
+        self.waiting = deque(units(plan))
+        self.running: dict[Hand, Unit] = {}
+        self.lost: Counter[str] = Counter()
+        self.unfit: list[Unfit] = []
+
+    def run(self) -> None:
+        """Until every job is finished or has failed; what failed is raised at the end."""
+        with Stop() as stop:
+            try:
+                while self._go_on():
+                    for hand, answer in self.pool.answers():
+                        self._hear(hand, answer)
+                    stop.check(KEPT)
+            finally:
+                self.pool.close()
+        for text in sorted({str(unfit.error) for unfit in self.unfit}):
+            self.tell(f"{text}; the others went on without it")
+        self.book.close()
+
+    def _go_on(self) -> bool:
+        """Give work to as many workers as there is room for; whether any has work or will have."""
+        while self.waiting and self.pool.room(len(self.running) + len(self.unfit)):
+            unit = self._due()
+            if unit is not None:
+                self._give(self.pool.hire(), unit)
+        if self.waiting and not self.running and self.unfit:
+            raise self.unfit[0].error
+        return bool(self.waiting or self.running)
+
+    def _due(self) -> Unit | None:
+        """The next unit that begins with a job nobody has finished meanwhile."""
+        while self.waiting:
+            unit = self.waiting.popleft()
+            while unit and not self.book.lacks(unit[0]):
+                unit.popleft()
+            if unit:
+                return unit
+        return None
+
+    def _give(self, hand: Hand, unit: Unit) -> None:
+        self.running[hand] = unit
+        self.pool.give(hand, unit[0].job)
+
+    def _hear(self, hand: Hand, answer: Answer) -> None:
+        unit = self.running.pop(hand)
+        planned = unit.popleft()
+        if isinstance(answer, Lost):
+            self._retry(unit, planned, answer)
+        elif isinstance(answer, Unfit):
+            self.unfit.append(answer)
+            unit.appendleft(planned)
+        elif isinstance(answer, Failed):
+            self.book.failed(planned, answer.error)
+            if answer.trace:
+                self.tell(f"{describe(planned)}: {answer.error}\n{answer.trace}")
+        else:
+            self.book.keep(planned, answer)
+        if unit:
+            self.waiting.appendleft(unit)  # first, so that it stays with the worker that has its dense network
+        if not isinstance(answer, Lost):
+            broken = isinstance(answer, Unfit) or (isinstance(answer, Failed) and answer.broken)
+            self._keep_busy(hand, None if broken else self._due())
+
+    def _keep_busy(self, hand: Hand, unit: Unit | None) -> None:
+        if unit is None:
+            self.pool.dismiss(hand)
+        else:
+            self._give(hand, unit)
+
+    def _retry(self, unit: Unit, planned: Planned, answer: Lost) -> None:
+        self.lost[planned.job.digest] += 1
+        times = self.lost[planned.job.digest]
+        if times > self.pool.retries:
+            self.book.failed(planned, WorkerError(f"its worker was lost {times} times, last time {answer.reason}"))
+        else:
+            self.tell(f"{describe(planned)}: its worker was lost ({answer.reason}), another one takes the job")
+            unit.appendleft(planned)

@@ -1,0 +1,206 @@
+"""The paper's tables and figures: which jobs, which rows, and the rows that the paper prints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from dllp.baselines import METHODS, Method
+from dllp.errors import ConfigError
+from paper.jobs import Job
+from paper.plans import FIVE, THREE, Quoted, Row, Table
+from paper.recipes import tuned
+
+
+def table(name: str) -> Table:
+    """A table by name."""
+    if name not in TABLES:
+        raise ConfigError(f"there is no table {name!r}: choose from {', '.join(TABLES)}")
+    return TABLES[name]
+
+
+# ---- the paper's tables
+
+
+def _rows(network: str, removed: str, dense_wanted: float, channel_wanted: tuple[tuple[str, float], ...]) -> list[Row]:
+    """What both tables have, at `removed` percent fewer FLOPs; the two rows of the headline have five seeds."""
+    keep = kept(removed)
+    dense, channel = Job(network, "dense"), Job(network, "dllp", keep=keep)
+    return [
+        Row("dense", dense, FIVE, (("acc", dense_wanted),), "kept"),
+        Row(f"dllp-channel-{removed}", channel, FIVE, channel_wanted, "kept"),
+        Row(f"dllp-weight-{removed}", Job(network, "dllp", "weight", keep)),
+        Row(f"thin-{removed}", Job(network, "thin", keep=keep)),
+        Row(f"magnitude-{removed}", Job(network, "magnitude", keep=keep)),
+        Row(f"random-{removed}", Job(network, "random", keep=keep)),
+    ]
+
+
+def _baselines(network: str, removed: str) -> list[Row]:
+    """Every other method at the FLOPs of its paper, or at the table's: 60 epochs and 30 of fine-tuning."""
+    return [_baseline(method, network, removed) for method in METHODS.values()]
+
+
+def _baseline(method: Method, network: str, removed: str, seeds: tuple[int, ...] = THREE) -> Row:
+    published = next((figure for figure in method.published if figure.network == network), None)
+    percent = removed if published is None else f"{published.removed:g}"
+    job = Job(network, "baseline", method.granularity, kept(percent), baseline=tuned(method.name, network), finetune=30)
+    wanted = () if published is None else (("published", published.drop),)
+    return Row(f"tuned-{method.name}-{percent}", job, seeds, wanted)
+
+
+def kept(removed: str) -> float:
+    """'74.65' percent removed -> 0.2535, the largest fraction that may be kept."""
+    return round(1 - float(removed) / 100, 6)
+
+
+def _table1() -> Table:
+    dense, channel, weight, *rest = _rows("resnet56", "55", 93.0, (("drop", 0.04), ("gain", 0.7)))
+    fewer = {"keep_flops": None, "keep_params": 0.0988}
+    quoted = [
+        ("L1-norm", 93.42, 34, 0.5), ("AMC", 92.80, 50, 0.9), ("DCP", 93.80, 50, 0.31), ("NS", 93.80, 48, 0.53),
+        ("SFP", 93.59, 51, 0.24), ("CCP", 93.50, 47, 0.04), ("FPGM", 93.59, 53, 0.1), ("DeepHoyer", 93.80, 48, 0.26),
+        ("DLLP", 92.80, 55, 0.04),
+    ]  # fmt: skip
+    rows = [
+        dense,
+        channel,
+        Row(
+            "dllp-channel-70", Job("resnet56", "dllp", keep=kept("70")), wanted=(("drop", 0.8),),
+            predictions="kept",
+        ),
+        replace(weight, wanted=(("drop", 0.0),)),
+        Row("dllp-weight-90", Job("resnet56", "dllp", "weight", kept("90")), wanted=(("drop", 0.7),)),
+        *rest,
+        Row("resnet20-dense", Job("resnet20", "dense")),
+        Row("resnet20-dllp-weight", Job("resnet20", "dllp", "weight", changes=fewer), wanted=(("acc", 90.3),)),
+        *_baselines("resnet56", "55"),
+        *(_baseline(METHODS[name], "resnet56", "90") for name in ("magnitude-l2", "magnitude-l1")),
+    ]  # fmt: skip
+    return Table(
+        "table1", "Table 1: ResNet-56 on CIFAR-10", tuple(rows), tuple(Quoted(m, "resnet56", *v) for m, *v in quoted)
+    )
+
+
+def _table2() -> Table:
+    quoted = [
+        ("LIWS", 93.45, 70.6, 0.8), ("ThiNet", 93.36, 50, 0.14), ("CP", 93.18, 50, 0.32), ("RNP", 92.15, 50, 0.85),
+        ("FBS", 93.03, 50, 0.47), ("DLLP", 92.80, 74.65, 1.24),
+    ]  # fmt: skip
+    rows = [*_rows("vgg16_bn", "74.65", 93.2, (("drop", 0.2),)), *_baselines("vgg16_bn", "74.65")]
+    return Table(
+        "table2", "Table 2: VGG-16 on CIFAR-10", tuple(rows), tuple(Quoted(m, "vgg16_bn", *v) for m, *v in quoted),
+        sources=("reliability",),
+    )  # fmt: skip
+
+
+def _table3() -> Table:
+    """ResNet-50 at the paper's cost, on whatever folder there is; three seeds where the dense network matters."""
+    quoted = [
+        ("NS", 76.15, 53, 1.27), ("SSS", 76.12, 43, 4.30), ("DCP", 76.01, 56, 1.06), ("CCP", 76.15, 54, 0.94),
+        ("SFP", 76.15, 62.14, 14.01), ("DLLP", 76.15, 65.95, 6.13),
+    ]  # fmt: skip
+    rows = [
+        Row("dense", Job("resnet50", "dense")),
+        Row("dllp-channel-65.95", Job("resnet50", "dllp", keep=kept("65.95")), wanted=(("drop", 1.5), ("gain", 0.0))),
+        *(_baseline(METHODS[name], "resnet50", "65.95", (0,)) for name in ("l1-filters", "slimming")),
+    ]
+    note = (
+        "Quoted rows are the paper's, on ImageNet at 224x224. ResNet-50 has its ImageNet form (7x7 stem with stride 2, "
+        "max-pool) at every image size. Training images: random parts, resized and mirrored."
+    )
+    return Table(
+        "table3", "Table 3: ResNet-50",
+        tuple(replace(row, job=replace(row.job, augment="resized-crop")) for row in rows),
+        tuple(Quoted(m, "resnet50", *v) for m, *v in quoted), data="", note=note,
+    )  # fmt: skip
+
+
+def _pretrained() -> Table:
+    """At the same number of epochs in all: one run from scratch, or a trained network and the short preset."""
+    scratch = Job("resnet56", "dllp", keep=kept("55"))
+    rows = (
+        Row("dense", Job("resnet56", "dense")),
+        Row("scratch", scratch),
+        Row("short-10", replace(scratch, pretrain=50)),
+        Row("short-20", replace(scratch, pretrain=40)),
+    )
+    title = "Trained starts: ResNet-56 on CIFAR-10 at 55% fewer FLOPs, 60 epochs in all"
+    return Table("pretrained", title, rows, sources=("table1",))
+
+
+# ---- reliability: Section 4.2.2, Figures 3 and 4
+
+FRACTIONS = (20, 40, 60, 80, 100)
+VEHICLES = ("airplane", "automobile", "ship", "truck")
+
+
+def _judged_row(name: str, job: Job, seeds: tuple[int, ...] = THREE) -> Row:
+    return Row(name, job, seeds, predictions="judged")
+
+
+def _dense_row(name: str, job: Job, seeds: tuple[int, ...] = THREE) -> Row:
+    """Kept: its networks are also paired to ensembles."""
+    return Row(name, job, seeds, predictions="kept")
+
+
+def _figure3() -> Table:
+    job = Job("vgg11_bn", "dllp", keep=kept("50"))
+    rows = [_judged_row(f"data-{percent}", replace(job, fraction=percent / 100)) for percent in FRACTIONS]
+    return Table("figure3", "Figure 3: uncertainty of a pruned VGG-11 on CIFAR-10", tuple(rows), sources=("figure4",))
+
+
+def _figure4() -> Table:
+    rows = (_judged_row("data-100", Job("vgg11_bn", "dllp", keep=kept("50"))),)
+    title = "Figure 4: likelihood and posterior of a pruned VGG-11 on CIFAR-10"
+    return Table("figure4", title, rows, sources=("figure3",))
+
+
+def _reliability() -> Table:
+    """Networks of both tables, l1-norm pruning at their budgets, four particles, VGG-11 that never saw a vehicle."""
+    resnet, vgg = Job("resnet56", "dllp", keep=kept("55")), Job("vgg16_bn", "dllp", keep=kept("74.65"))
+    filters: dict[str, Any] = {"method": "baseline", "baseline": "l1-filters", "finetune": 30}
+    animals = Job("vgg11_bn", "dense", without=VEHICLES)
+    rows = (
+        _dense_row("resnet56-dense", Job("resnet56", "dense"), FIVE),
+        _judged_row("resnet56-l1-55", replace(resnet, **filters)),
+        _judged_row("resnet56-dllp-55", resnet, FIVE),
+        _judged_row("resnet56-dllp-55-n4", replace(resnet, changes={"particles": 4})),
+        _dense_row("vgg16-dense", Job("vgg16_bn", "dense"), FIVE),
+        _judged_row("vgg16-l1-74.65", replace(vgg, **filters)),
+        _judged_row("vgg16-dllp-74.65", vgg, FIVE),
+        _dense_row("animals-dense", animals),
+        _judged_row("animals-dllp-50", replace(animals, method="dllp", keep=kept("50"))),
+    )
+    title = "Reliability: dense and pruned networks on clean, corrupted and foreign data"
+    return Table("reliability", title, rows, sources=("table1", "table2"))
+
+
+# ---- distribution: Section 3.1.2, Figures 2 and 5
+
+
+def _distribution_rows() -> list[Row]:
+    """VGG-11 whole, and pruned to a fifth and a tenth of its weights, before any fine-tuning; one seed."""
+    rows = [Row("reference", Job("vgg11_bn", "dense", "weight", changes={"weight_decay": 5e-4}), (0,))]
+    for percent in ("80", "90"):
+        fewer = {"keep_flops": None, "keep_params": kept(percent)}
+        for name in ("l1", "l2"):
+            job = Job("vgg11_bn", "baseline", "weight", baseline=f"magnitude-{name}", changes=fewer)
+            rows.append(Row(f"{name}-{percent}", job, (0,)))
+        rows.append(Row(f"dllp-{percent}", Job("vgg11_bn", "dllp", "weight", changes=fewer), (0,)))
+    return rows
+
+
+def _figure2() -> Table:
+    title = "Figure 2: weights of VGG-11 on CIFAR-10, whole and kept by each method"
+    return Table("figure2", title, tuple(_distribution_rows()), sources=("figure5",))
+
+
+def _figure5() -> Table:
+    rows = [row for row in _distribution_rows() if row.name in ("l1-90", "dllp-90")]
+    title = "Figure 5: weights of VGG-11 layer by layer, sparsely trained and not yet cut"
+    return Table("figure5", title, tuple(rows), sources=("figure2",))
+
+
+_MADE = (_table1, _table2, _table3, _pretrained, _figure2, _figure3, _figure4, _figure5, _reliability)
+TABLES: dict[str, Table] = {made.name: made for made in (make() for make in _MADE)}

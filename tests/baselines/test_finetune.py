@@ -1,0 +1,78 @@
+"""Fine-tuning in widths that a device likes: dead channels change nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from dllp.baselines import METHODS, find, finetune, run
+from dllp.config import Config
+from dllp.structure.groups import discover
+from dllp.structure.padding import fill, kept_places
+from dllp.structure.slicing import cut, recipe
+from dllp.zoo.small import small_cnn, small_resnet
+from tests.support.families import FAMILIES
+from tests.support.scenes import DIGITS
+
+SHORT = Config(keep_flops=0.4, epochs=1, batch_size=32, init="fresh", lr=0.1, seed=3, device="cpu")
+
+
+@pytest.mark.parametrize("build, name", [(small_cnn, "l1-filters"), (small_cnn, "cp"), (small_resnet, "slimming")])
+def test_dead_channels_change_nothing(build, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, trained = DIGITS.train.subset(range(128)), []
+    network = partial(build, 10, in_channels=1)
+
+    def watched(verb, stage, model, data, config):
+        return verb(model, data, config, on_start=lambda trainer: trained.append(trainer.particles.networks[0]))
+
+    laned = run.prune(find(name), network(), data, SHORT, finetune_epochs=2, train=watched)
+    monkeypatch.setattr(finetune, "MULTIPLE", 1)
+    plain = run.prune(find(name), network(), data, SHORT, finetune_epochs=2, train=watched)
+
+    widths = {m.out_channels for m in trained[1].modules() if isinstance(m, torch.nn.Conv2d)}
+    narrow = {m.out_channels for m in trained[-1].modules() if isinstance(m, torch.nn.Conv2d)}
+    assert any(width % 8 for width in narrow) and not any(width % 8 for width in widths)
+    tensors = (pruned.result.model.state_dict() for pruned in (plain, laned))
+    for (name, a), b in zip(next(tensors).items(), next(tensors).values(), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4, msg=name)
+    losses = [[record["loss"] for record in pruned.result.history] for pruned in (plain, laned)]
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-4, atol=1e-5)
+    x = data.inputs(slice(0, 8))
+    torch.testing.assert_close(laned.result.posterior.predict(x).mean, plain.result.posterior.predict(x).mean)
+    assert laned.result.sizes == plain.result.sizes
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_widened_network_computes_the_same_however_channels_are_coupled(name: str) -> None:
+    torch.manual_seed(0)
+    family = FAMILIES[name]
+    whole, x = family.build().double().eval(), family.example()
+    x = x.double() if x.is_floating_point() else x
+    structure = discover(whole, x)
+    keep = torch.rand(structure.units) < 0.6
+    for part in structure.slices:
+        keep[part.start] = True
+    small = cut(whole, recipe(whole, structure.groups, keep))
+    with torch.no_grad():
+        for tensor in (*small.parameters(), *small.buffers()):  # repaired since the cut
+            if tensor.is_floating_point():
+                tensor.mul_(1.1)
+    wide, inner = finetune._widen(whole, structure, keep)
+    fill(wide, small, kept_places(wide, inner))
+    torch.testing.assert_close(wide(x), small(x), rtol=1e-12, atol=1e-12)
+    again = cut(wide, inner).state_dict()
+    assert all(torch.equal(again[key], value) for key, value in small.state_dict().items())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_runs_on_cuda(name: str) -> None:
+    config = replace(SHORT, device="cuda")
+    pruned = run.prune(find(name), small_cnn(), DIGITS.train.subset(range(256)), config, finetune_epochs=2)
+    kept = pruned.result.sizes[0].macs / pruned.result.dense.macs
+    assert 0.3 < kept <= 0.4 and len(pruned.result.history) == 3
+    x = DIGITS.test.inputs(slice(0, 8)).cpu()
+    assert pruned.result.posterior.to("cpu").predict(x).mean.isfinite().all()

@@ -1,0 +1,176 @@
+"""Bad input: one line on standard error, exit code 2, nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dllp.cli.main import main
+from tests.support.commands import FAST, npy, one_line
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("", ["command"]),
+        ("prone", ["prone", "prune"]),
+        ("prune --kep-flops 0.3", ["unknown option --kep-flops", "did you mean --keep-flops"]),
+        ("prune --bogus", ["unknown option --bogus: see dllp prune --help"]),
+        ("evaluate DIR --bogus", ["unknown option --bogus: see dllp evaluate --help"]),
+        ("evaluate DIR --epoch 3", ["unknown option --epoch: see dllp evaluate --help"]),
+        (
+            "prune --init m.onnx",
+            ["init = m.onnx: expected given, fresh or a file of trained weights (.safetensors, .pt"],
+        ),
+        ("export DIR --overwrite", ["--overwrite is an option of dllp prune", "not of this command"]),
+        ("prune surplus", ["surplus"]),
+        ("prune --epochs", ["--epochs"]),
+        ("prune --epochs many", ["epochs = many", "a whole number"]),
+        ("prune --keep-flops half", ["keep_flops = half", "expected a number"]),
+        ("prune --slab-bounds 1", ["slab_bounds = 1", "expected two numbers"]),
+        ("prune --granularity layer", ["granularity = layer", "channel, weight"]),
+        ("prune --bandwidth wide", ["bandwidth = wide", "median, paper or a number"]),
+        ("prune --keep-flops nan", ["keep_flops = nan"]),
+        ("prune --keep-flops 0", ["keep_flops = 0", "(0, 1]"]),
+        ("prune --keep-flops 1.5", ["keep_flops = 1.5", "(0, 1]"]),
+        ("prune --keep-flops 0.0001", ["0.0001 cannot be reached"]),
+        ("prune --particles 0", ["particles = 0"]),
+        ("prune --image-size 16", ["image_size = 16", "digits holds images of 8x8", "leave out image_size"]),
+        ("prune --workers -1", ["workers = -1", "a number of processes from 0 to 1024"]),
+        ("prune --device cuda:99", ["cuda:99", "cpu"]),
+        ("prune --model smal_cnn", ["unknown model 'smal_cnn'", "small_cnn"]),
+        ("prune --model vgg16_bn", ["vgg16_bn", "8x8"]),
+        ("prune --data thin", ["small_cnn needs images of at least 2x2, not 8x1"]),
+        ("prune --model no_such_module:factory", ["no_such_module"]),
+        ("prune --model NETS:missing", ["missing"]),
+        ("prune --model NETS:text", ["gives a str", "torch.nn.Module"]),
+        ("prune --model NETS:broken", ["ValueError: first line"]),
+        ("prune --model NETS:large", ["11"]),
+        ("prune --model NETS:linear", ["no channels that can be pruned"]),
+        ("prune --model NETS:narrow", ["label 9", "out of range for 4 classes"]),
+        ("prune --data nowhere", ["nowhere"]),
+        ("prune --data one", ["at least two"]),
+        ("prune --data bad --model mlp", ["NaN", "example 3"]),
+        ("prune --task regression", ["task = regression", "torch.int64"]),
+        ("prune --data table --model mlp --task classification", ["task = classification", "torch.float32"]),
+        ("prune --data table --model NETS:wide", ["7 outputs", "2 targets"]),
+        ("prune --validation 5000", ["5000"]),
+        ("prune --out file/run", ["file"]),
+        ("prune --config missing.yaml", ["missing.yaml"]),
+        ("prune --config tag.yaml", ["tag.yaml", "not plain YAML"]),
+        ("prune --config list.yaml", ["list.yaml", "no settings"]),
+        ("prune --config unknown.yaml", ["unknown.yaml", "'epoch'", "did you mean epochs"]),
+        ("prune --config kind.yaml", ["kind.yaml", "epochs = soon", "a whole number"]),
+        ("prune --config switch.yaml", ["switch.yaml", "gate_linear = 3: expected true or false"]),
+        ("prune --config out.yaml", ["out.yaml", "'out'"]),
+        ("prune --config twice.yaml", ["twice.yaml", "line 2 gives epochs a second time"]),
+        ("prune --config dash.yaml", ["dash.yaml", "line 3 gives keep_flops a second time"]),
+        ("prune --config merged.yaml", ["merged.yaml", "merges another part"]),
+        ("evaluate", ["run folder"]),
+        ("evaluate nowhere", ["nowhere"]),
+    ],
+)
+def test_bad_input_is_one_line(
+    nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, told: list[str]
+) -> None:
+    (tmp_path / "one" / "train" / "only").mkdir(parents=True)
+    (tmp_path / "one" / "test" / "only").mkdir(parents=True)
+    for part in ("train", "test"):
+        Image.new("RGB", (8, 8)).save(tmp_path / "one" / part / "only" / "a.png")
+    x = np.zeros((6, 4), np.float32)
+    x[3, 1] = np.nan
+    npy(tmp_path / "bad", x, np.arange(6) % 2)
+    npy(tmp_path / "table", np.zeros((6, 4), np.float32), np.zeros((6, 2), np.float32))
+    npy(tmp_path / "thin", np.zeros((6, 1, 8, 1), np.float32), np.arange(6) % 2)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "tag.yaml").write_text("epochs: !!python/object/apply:os.system ['true']\n")
+    (tmp_path / "list.yaml").write_text("- epochs\n")
+    (tmp_path / "unknown.yaml").write_text("epoch: 3\n")
+    (tmp_path / "kind.yaml").write_text("epochs: soon\n")
+    (tmp_path / "switch.yaml").write_text("gate-linear: 3\n")
+    (tmp_path / "out.yaml").write_text("out: elsewhere\n")
+    (tmp_path / "twice.yaml").write_text("epochs: 3\nepochs: 4\n")
+    (tmp_path / "dash.yaml").write_text("keep-flops: 0.5\nepochs: 3\nkeep_flops: 0.2\n")
+    (tmp_path / "merged.yaml").write_text("epochs: 3\n<<: {epochs: 4}\n")
+    before = sorted(os.listdir(tmp_path))
+    assert main(words.replace("NETS", nets).split()) == 2
+    one_line(capsys, "error: ", *told)
+    assert sorted(set(os.listdir(tmp_path)) - {"__pycache__"}) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--corrupt", "fog:1"], ["unknown corruption 'fog'"]),
+        (["--subset", "0"], ["subset = 0", "(0, 1]"]),
+        (["--subset", "2"], ["subset = 2", "(0, 1]"]),
+        (["--subset", "1e-9"], ["subset", "empty"]),
+        (["--corrupt", "gaussian-blur:3e9"], ["gaussian-blur:3e9", "at most 8192"]),
+        (["--corrupt", "noise:1e38"], ["noise:1e38", "at most 100"]),
+        (["--data", "wide"], ["(1, 9, 9)", "(1, 8, 8)"]),
+        (["--data", "few"], ["other classes"]),
+        (["--data", "nowhere"], ["nowhere"]),
+        (["--model", "mlp"], ["another network"]),
+        (["--device", "cuda:99"], ["cuda:99"]),
+        (["--json", "file/a.json"], ["a.json", "Not a directory"]),
+    ],
+)
+def test_evaluate_bad_input(
+    run: Path, nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: list[str]
+) -> None:
+    y = np.arange(20)
+    npy(tmp_path / "wide", np.zeros((20, 9, 9), np.uint8), y % 10)
+    npy(tmp_path / "few", np.zeros((20, 8, 8), np.uint8), y % 3)
+    (tmp_path / "file").write_text("")
+    assert main(["evaluate", str(run), *words]) == 2
+    one_line(capsys, "error: ", *told)
+
+
+def test_no_space_when_flushing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert main(["prune", *FAST, "--no-dense", "--quiet", "--out", str(tmp_path / "new" / "run")]) == 2
+    one_line(capsys, "No space left on device")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("limit", [100, 20_000])
+def test_no_space_in_the_log_or_in_the_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: int, limited: Callable[[int], None]
+) -> None:
+    limited(limit)
+    assert main(["prune", *FAST, "--no-dense", "--quiet", "--out", str(tmp_path / "run")]) == 2
+    one_line(capsys, "cannot write", "File too large")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("words", [("prune", "--out"), ("prune", "--data"), ("evaluate",), ("prune", "--data-root")])
+def test_names_that_are_not_utf8(
+    nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    name = os.fsdecode(b"bad\xff")
+    npy(tmp_path / name, np.zeros((20, 8, 8), np.uint8), np.arange(20) % 2)
+    before = sorted(os.listdir(tmp_path))
+    assert main([*words, name]) == 2
+    one_line(capsys, r"the name bad\xff is not UTF-8", "rename")
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_current_folder_that_is_not_utf8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = tmp_path / os.fsdecode(b"bad\xff")
+    here.mkdir()
+    npy(here / "data", np.zeros((20, 8, 8), np.uint8), np.arange(20) % 2)
+    monkeypatch.chdir(here)
+    assert main(["prune", "--data", "data", "--out", "run"]) == 2
+    one_line(capsys, r"bad\xff/data is not UTF-8")
+    assert os.listdir(here) == ["data"]

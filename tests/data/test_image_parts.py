@@ -1,0 +1,69 @@
+"""Parts of images: what is cut out, how small it is decoded, and that resizing is Pillow's."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from dllp.data import images
+from dllp.data.resize import resize_all, resize_one
+from tests.support import pictures
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=1, max_size=3),
+    st.integers(1, 40),
+    st.booleans(),
+)
+def test_resizing_is_pillows(sizes: list[tuple[int, int]], size: int, flip: bool) -> None:
+    rng = np.random.default_rng(len(sizes))
+    images = [rng.integers(0, 256, (h, w, 3), np.uint8) for h, w in sizes]
+    pixels = torch.from_numpy(np.concatenate([image.reshape(-1) for image in images]))
+    together = resize_all(pixels, torch.tensor(sizes), torch.full((len(sizes),), flip), size)
+    for image, found in zip(images, together, strict=True):
+        wanted = np.asarray(Image.fromarray(image).resize((size, size), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+        wanted = wanted[:, :, ::-1] if flip else wanted
+        for new in (found.numpy(), resize_one(image, flip, size)):
+            assert new.shape == (3, size, size) and int(np.abs(new.astype(int) - wanted).max()) <= 1
+
+
+def part(content: bytes, box: list[float] | None, size: int) -> np.ndarray:
+    return images.Part(content, box, size).decode().cut()
+
+
+@given(st.integers(2, 600), st.integers(2, 600), st.lists(st.floats(0, 1), min_size=5, max_size=5), st.integers(8, 64))
+def test_parts_lie_in_the_image_and_are_no_larger_than_needed(w: int, h: int, draw: list[float], size: int) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (w, h), (90, 120, 200)).save(buffer, "JPEG")
+    for box in (images.boxes(np.array([draw]))[0], None):
+        found = part(buffer.getvalue(), box, size)
+        assert found.dtype == np.uint8 and min(found.shape) >= 1 and found.shape[0] <= h and found.shape[1] <= w
+        assert max(found.shape[:2]) <= 4 / 3 * 2 * images.GAP * size + 2
+        assert int(np.abs(found.astype(int) - (90, 120, 200)).max()) <= 4, "nothing but the image"
+
+
+def test_evaluation_sees_the_middle() -> None:
+    pixels = np.zeros((32, 64, 3), np.uint8)
+    pixels[2:30, 18:46] = 200
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    found = part(buffer.getvalue(), None, 28)
+    assert found.shape == (28, 28, 3) and found.min() == 200
+
+
+def test_large_photographs_are_decoded_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = pictures.jpeg(np.random.default_rng(0), (1600, 1200))
+    drafts = []
+    monkeypatch.setattr(images, "colour", lambda image: drafts.append(image.size) or image.convert("RGB"))
+    small = part(content, None, 32)
+    assert drafts == [(200, 150)] and min(small.shape[:2]) >= 32
+    monkeypatch.setattr(images, "GAP", 1000)
+    whole = part(content, None, 32)
+    pair = [resize_one(found.copy(), False, 32).astype(float) for found in (small, whole)]
+    assert np.abs(pair[0] - pair[1]).mean() < 2

@@ -1,0 +1,113 @@
+"""Processes that decode images: no signal but their parent's ends them, and their death is told at a good moment."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch.utils.data import DataLoader
+
+from dllp.data import StreamBatches
+from dllp.data.images import Part
+from dllp.errors import DataError
+from tests.support import pictures
+from tests.support.commands import UNTRACED
+
+BATCH = 4
+
+
+def batches(folder: Path, workers: int) -> StreamBatches:
+    return StreamBatches(replace(pictures.streamed(folder), workers=workers), BATCH, seed=0)
+
+
+def stick() -> None:
+    """Let every process wait for a disk that does not answer, from its second batch on."""
+    decode, calls = Part.decode, itertools.count()
+    Part.decode = lambda part: time.sleep(120) if next(calls) >= BATCH else decode(part)  # type: ignore
+
+
+def children() -> list[int]:
+    return [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+
+
+def ended(pid: int) -> bool:
+    """Whether a process ends within a while: a child wholly, so that its parent was told."""
+    for _ in range(1000):
+        try:
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                return True
+        except ChildProcessError:
+            found = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
+            if found.stdout.strip()[:1] in ("", "Z"):
+                return True
+        time.sleep(0.01)
+    return False
+
+
+def test_a_killed_worker_is_told_with_the_next_batch_and_not_before(photographs: Path) -> None:
+    epoch = batches(photographs, workers=1).epoch(0)
+    next(epoch)
+    pid = children()[0]
+    os.kill(pid, signal.SIGKILL)
+    assert ended(pid)  # PyTorch would raise here, wherever that is
+    with pytest.raises(DataError, match=r"has died .*is killed by signal: Killed.*lower workers"):
+        next(epoch)
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "Connection reset by peer"), EOFError()])
+def test_a_worker_that_dies_while_it_hands_a_batch_over(
+    photographs: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def broken(loader: object) -> Iterator[object]:
+        raise error
+        yield
+
+    monkeypatch.setattr(DataLoader, "__iter__", broken)
+    split = pictures.training(photographs, 16)
+    with pytest.raises(
+        DataError, match=r"has died \(.*(Connection reset by peer|pipe is closed)\): give it more memory"
+    ):
+        next(StreamBatches(split, BATCH, seed=0).epoch(0))
+
+
+def test_a_signal_to_the_whole_group_leaves_the_workers_alone(photographs: Path) -> None:
+    alone, several = (batches(photographs, workers).epoch(0) for workers in (0, 2))
+    found = [next(several)]
+    for name in ("TERM", "INT"):
+        subprocess.run(["kill", f"-{name}", *map(str, children())], check=True)
+    assert pictures.same(list(alone), [*found, *several])
+
+
+def test_the_training_process_can_end_a_worker_that_is_stuck(
+    photographs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Part, "decode", Part.decode)  # as it was, at the end
+    split = batches(photographs, workers=1)
+    stick()
+    next(split.epoch(0))
+    (pid,) = children()
+    os.kill(pid, signal.SIGTERM)
+    assert ended(pid)
+
+
+def test_workers_end_with_a_parent_that_is_killed(photographs: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from tests.data.test_workers import *\n"
+        "split = batches(Path(sys.argv[1]), workers=3); stick(); next(split.epoch(0)); print(*children(), flush=True)\n"
+        "time.sleep(120)"
+    )
+    words = [sys.executable, "-c", code, str(photographs)]
+    with subprocess.Popen(words, env=UNTRACED, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        parent.kill()
+    assert len(pids) == 3 and all(ended(pid) for pid in pids)

@@ -1,0 +1,222 @@
+"""The documentation: its examples run, its names and links exist, and the site builds without a network.
+
+A comment before a block says what a test does with it: `<!-- test: skip -->`, or `<!-- test: OLD -> NEW | ... -->` to
+make it short. Blocks of a page share a namespace and a folder, like a reader who follows them from top to bottom.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import dllp
+from dllp.cli import options
+from paper.recipes import recipe
+from paper.tables import TABLES
+from tests.support.commands import ENVIRONMENT
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+BLOCK = re.compile(
+    r"(?:^<!-- test: (?P<marker>.*?) -->\n)?^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
+)
+NAME = re.compile(r"\bdllp(?:\.[A-Za-z_]\w*)+")
+
+
+def _id(page: Path) -> str:
+    return str(page.relative_to(DOCS))
+
+
+@dataclass(frozen=True)
+class Block:
+    """An example: its language, its code as a test runs it, and its line in the page."""
+
+    language: str
+    code: str
+    line: int
+    skipped: bool
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page, shortened where a marker says so."""
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in BLOCK.finditer(text):
+        code, marker = match["code"], match["marker"] or ""
+        for change in marker.split(" | ") if "->" in marker else ():
+            old, new = change.split(" -> ")
+            assert old in code, f"{page.name}: the marker's {old!r} is not in its block"
+            code = code.replace(old, new)
+        line = text.count("\n", 0, match.start("code"))
+        found.append(Block(match["language"], code, line, marker == "skip"))
+    return found
+
+
+RUNNABLE = [page for page in PAGES if any(not block.skipped for block in blocks(page))]
+
+
+# torch.export.load warns about PyTorch's own code.
+@pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
+@pytest.mark.parametrize("page", RUNNABLE, ids=_id)
+def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks(page):
+        if block.skipped:
+            continue
+        if block.language == "python":
+            code = compile("\n" * block.line + block.code, str(page), "exec")  # errors name the page's own lines
+            exec(code, namespace)  # noqa: S102
+        else:
+            assert block.language == "sh", f"{page.name}, line {block.line}: only python and sh are run"
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", block.code], env=ENVIRONMENT | {"PATH": path},
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, f"{page.name}, line {block.line}: {done.stderr}"
+
+
+def test_the_tutorial_is_run() -> None:
+    found = [block.language for block in blocks(DOCS / "tutorial.md") if not block.skipped]
+    assert found.count("python") >= 5 and found.count("sh") >= 2
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_python_blocks_parse_and_fences_have_a_language(page: Path) -> None:
+    found = blocks(page)
+    assert len(re.findall(r"^```", page.read_text(encoding="utf-8"), re.MULTILINE)) == 2 * len(found)
+    for block in found:
+        if block.language == "python":
+            ast.parse(block.code)
+
+
+def resolve(name: str) -> Any:
+    """What a dotted name means: a module, or an attribute of one."""
+    parts = name.split(".")
+    for size in range(len(parts), 0, -1):
+        module = ".".join(parts[:size])
+        if _exists(module):
+            return reduce(getattr, parts[size:], importlib.import_module(module))
+    raise AssertionError(name)
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent is no package
+        return False
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_every_name_exists(page: Path) -> None:
+    names = set(NAME.findall(page.read_text(encoding="utf-8")))
+    missing = []
+    for name in sorted(names):
+        try:
+            resolve(name)
+        except AttributeError:
+            fields = getattr(resolve(name.rpartition(".")[0]), "__annotations__", {})  # a dataclass without default
+            if name.rpartition(".")[2] not in fields:
+                missing.append(name)
+    assert not missing
+
+
+def test_the_method_names_what_computes_it() -> None:
+    names = NAME.findall((DOCS / "method.md").read_text(encoding="utf-8"))
+    for module in ("priors", "gates", "stein", "objective", "schedule", "update", "costs", "slicing", "extract"):
+        assert any(name.startswith(f"dllp.{module}.") for name in names), module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        assert "://" not in target, target
+        file, _, anchor = target.partition("#")
+        there = (page.parent / file).resolve() if file else page
+        assert there.is_file() and there.is_relative_to(DOCS), f"{page.name}: {target}"
+        if anchor:
+            assert anchor in _anchors(there), f"{page.name}: {target}"
+
+
+def _anchors(page: Path) -> set[str]:
+    """The ids that Markdown gives to a page's headings."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", head.lower()).strip()) for head in heads}
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == dllp.__version__ and citation["license"] == "MIT"
+
+
+def test_the_site_builds_and_fetches_nothing(tmp_path: Path) -> None:
+    for needed in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(needed, reason="needs the documentation's packages: pip install -e '.[docs]'")
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    environment = ENVIRONMENT | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for page in PAGES:
+        assert (site / page.relative_to(DOCS)).with_suffix(".html").is_file()
+    for page in site.rglob("*.html"):
+        html = page.read_text(encoding="utf-8")
+        loaded = re.findall(r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=\"?(https?:)?//", html)
+        assert not loaded, page.name
+
+
+@pytest.mark.parametrize(("table", "name"), [("table1", "ResNet-56"), ("table2", "VGG-16")])
+def test_the_readme_says_what_was_measured(table: str, name: str) -> None:
+    """Every figure of its line on CIFAR-10 is that of the summary."""
+    dense, pruned = json.loads((ROOT / "results" / table / "summary.json").read_text())["rows"][:2]
+    assert (dense["method"], pruned["method"], pruned["granularity"]) == ("dense", "dllp", "channel")
+    cells = [
+        name,
+        f"{pruned['flops_removed_mean']:.1f}%",
+        *(f"{row['acc_mean']:.2f} ± {row['acc_std']:.2f}" for row in (dense, pruned)),
+        f"{pruned['ensemble_acc_mean']:.2f}",
+        f"{dense['nll_mean']:.3f}, {pruned['nll_mean']:.3f}, {pruned['ensemble_nll_mean']:.3f}",
+        f"{dense['ece_mean']:.2f}, {pruned['ece_mean']:.2f}, {pruned['ensemble_ece_mean']:.2f}",
+    ]
+    assert "| " + " | ".join(cells) + " |" in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+
+
+def test_the_recipe_on_the_page_of_results_is_the_one_that_tables_take() -> None:
+    text = (DOCS / "results.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \|$", text, re.MULTILINE)
+    for granularity, column in (("channel", 1), ("weight", 2)):
+        config = recipe("resnet56", granularity).resolved()
+        for row in rows:
+            numbers = tuple(float(number) for number in row[column].split(" to "))
+            assert getattr(config, row[0]) == (numbers[0] if len(numbers) == 1 else numbers), row
+        named = {name for name, _, _ in rows} | {"init", "batch_size", "epochs", "lr", "lr_end", "granularity"}
+        changed = {f.name for f in fields(dllp.Config) if getattr(recipe("resnet56", granularity), f.name) != f.default}
+        assert changed <= named
+
+
+def test_the_command_on_the_page_of_results_is_a_row_of_table_1() -> None:
+    (block,) = (block for block in blocks(DOCS / "results.md") if "--model resnet56" in block.code)
+    command, given = options.parse(shlex.split(block.code.replace("\\\n", " "))[1:])
+    row = next(row for row in TABLES["table1"].rows if row.name == "dllp-channel-55")
+    wanted = row.job.config
+    assert command == "prune" and given["model"] == row.job.network and given["data"] == TABLES["table1"].data
+    defaults = {f.name: f.default for f in fields(dllp.Config)}
+    for name in defaults.keys() - {"seed", "init", "precision"}:  # by name a network starts fresh
+        assert given.get(name, defaults[name]) == getattr(wanted, name), name

@@ -1,0 +1,297 @@
+"""Algorithm 1 against a slow, obvious reference: every step, whichever options meet."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dllp.config import Config
+from dllp.devices import rounding
+from dllp.method import schedule
+from dllp.method.update import compiled_update, correct_rows, update_rows
+from dllp.prepare import make_gating
+from dllp.training.particles import Particles
+from dllp.training.trainer import Trainer
+from tests.support.naive_training import Reference
+from tests.support.tiny import (
+    NUM_DATA,
+    PHASES,
+    SIDE,
+    kept_coordinates,
+    tiny_batches,
+    tiny_config,
+    tiny_networks,
+    tiny_structure,
+)
+
+
+def compare(config: Config, n: int, steps: int, lane: int = 1) -> Trainer:
+    """Run trainer and reference side by side; after every step all that they know must agree."""
+    networks, batches = tiny_networks(n), tiny_batches(steps)
+    reference = Reference(copy.deepcopy(networks), config)
+    particles = Particles(networks)
+    gating = make_gating(networks[0], tiny_structure(), particles, config, None)
+    trainer = Trainer(particles, gating, config, num_data=NUM_DATA, steps_per_epoch=steps)
+    trainer.lane = lane
+    close = {"rtol": 1e-9, "atol": 1e-11}
+
+    def check(trainer: Trainer) -> None:
+        done = trainer.step_index
+        if trainer.belief.keep is not None and reference.keep is None:
+            reference.discretise(trainer.belief.keep)
+        lr = schedule.learning_rate(done / steps, peak=config.lr, end=config.lr_end, warmup=0)
+        reference.step(*batches.batches[done - 1], progress=(done - 1) / steps, lr=lr)
+        for network, p in zip(particles.networks, reference.p, strict=True):
+            for name, parameter in network.named_parameters():
+                torch.testing.assert_close(parameter.detach(), p[name], **close, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(trainer.belief.log_d, reference.log_d.detach(), **close)
+        torch.testing.assert_close(trainer.belief.multiplier, reference.multiplier, **close)
+        if trainer.phase == "soft" and trainer.belief.keep is None and reference.logits.grad is not None:
+            torch.testing.assert_close(trainer.belief.logits.grad, reference.logits.grad, **close)
+        if trainer.belief.keep is None:
+            torch.testing.assert_close(trainer.belief.logits, reference.logits.detach(), **close)
+            torch.testing.assert_close(trainer.belief.log_slab, reference.log_slab.detach(), **close)
+
+    trainer.run(batches, on_step=check)
+    assert trainer.step_index == steps
+    return trainer
+
+
+# every pair of options meets in some row
+CASES = [
+    (1, "categorical", "channel", "open", "median", "module", "bayes"),
+    (1, "gaussian", "channel", "soft", "median", "all", "tempered"),
+    (1, "categorical", "weight", "soft", "paper", "module", "bayes"),
+    (1, "gaussian", "weight", "open", "median", "coordinate", "tempered"),
+    (2, "categorical", "channel", "soft", "median", "module", "bayes"),
+    (2, "categorical", "channel", "soft", "paper", "all", "tempered"),
+    (2, "categorical", "channel", "open", "paper", "coordinate", "bayes"),
+    (2, "gaussian", "channel", "soft", "median", "module", "tempered"),
+    (2, "gaussian", "channel", "open", "median", "all", "bayes"),
+    (2, "categorical", "weight", "soft", "median", "all", "bayes"),
+    (2, "categorical", "weight", "open", "median", "module", "tempered"),
+    (2, "gaussian", "weight", "soft", "paper", "module", "bayes"),
+    (2, "gaussian", "weight", "soft", "median", "coordinate", "bayes"),
+    (3, "categorical", "channel", "soft", "median", "coordinate", "bayes"),
+    (3, "gaussian", "channel", "soft", "median", "module", "bayes"),
+    (3, "gaussian", "channel", "open", "paper", "module", "tempered"),
+    (3, "categorical", "weight", "soft", "median", "module", "tempered"),
+    (3, "gaussian", "weight", "open", "median", "all", "bayes"),
+]
+
+
+@pytest.mark.parametrize(("n", "likelihood", "granularity", "phase", "bandwidth", "blocks", "strength"), CASES)
+def test_steps_equal_the_naive_reference(
+    n: int, likelihood: str, granularity: str, phase: str, bandwidth: str, blocks: str, strength: str
+) -> None:
+    config = tiny_config(
+        particles=n, likelihood=likelihood, granularity=granularity, bandwidth=bandwidth, blocks=blocks,
+        prior_strength=strength, **PHASES[phase],
+    )  # fmt: skip
+    compare(config, n, steps=3)
+
+
+@pytest.mark.parametrize("granularity", ["channel", "weight"])
+@pytest.mark.parametrize("drawn", [True, False])
+def test_relaxed_gates_are_drawn_or_their_medians(granularity: str, drawn: bool) -> None:
+    compare(tiny_config(granularity=granularity, draw_gates=drawn, particles=2, **PHASES["soft"]), 2, steps=3)
+
+
+def test_sparsity_replaces_the_budget_where_there_is_none() -> None:
+    compare(tiny_config(keep_flops=None, sparsity=2.0, particles=2, **PHASES["soft"]), 2, steps=3)
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
+def test_particles_that_learn_from_their_mean(likelihood: str) -> None:
+    compare(tiny_config(mean_weight=0.4, likelihood=likelihood, particles=2, **PHASES["soft"]), 2, steps=3)
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
+@pytest.mark.parametrize("granularity", ["channel", "weight"])
+def test_sliced_training_equals_masked_training(likelihood: str, granularity: str) -> None:
+    """Five steps before the gates are decided, five after: the small networks follow the gated full ones."""
+    config = tiny_config(particles=2, likelihood=likelihood, granularity=granularity, **PHASES["all"])
+    trainer = compare(config, 2, steps=10)
+    assert bool(trainer.particles.sliced) == (granularity == "channel")
+    assert trainer.belief.keep is not None and not trainer.belief.keep.all() and trainer.belief.keep.any(1).all()
+    for part, network in zip(trainer.particles.sliced, trainer.particles.networks, strict=False):
+        x = torch.randn(3, 2, SIDE, SIDE, dtype=torch.float64)
+        z = trainer.belief.keep[trainer.particles.networks.index(network)].double()
+        gated = trainer.gating.weights(dict(network.named_parameters()), z)  # type: ignore[union-attr]
+        expected = torch.func.functional_call(copy.deepcopy(network).eval(), gated, (x,))
+        torch.testing.assert_close(copy.deepcopy(part.network).eval()(x), expected, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("strength", ["bayes", "tempered"])
+@pytest.mark.parametrize("granularity", ["channel", "weight"])
+def test_the_slab_alone_remains_of_the_prior(granularity: str, strength: str) -> None:
+    """After the decision beta lambda^2 / (n N) for each module where gates ruled, and weight decay elsewhere."""
+    options: dict[str, Any] = dict(particles=2, granularity=granularity, weight_decay=0.02, prior_strength=strength)
+    compare(tiny_config(**options, slab_decay=True, **PHASES["all"]), 2, steps=10)
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
+@pytest.mark.parametrize("lane", [2, 3, 8])
+def test_widths_padded_for_the_device_change_nothing(likelihood: str, lane: int) -> None:
+    """What only pads a sliced network stays closed and stands still."""
+    trainer = compare(tiny_config(particles=2, likelihood=likelihood, **PHASES["all"]), 2, steps=10, lane=lane)
+    assert trainer.belief.keep is not None
+    for part, keep in zip(trainer.particles.sliced, trainer.belief.keep, strict=True):
+        width = part.network.get_submodule("left").out_channels
+        assert width in (4, -(-int(keep[:4].sum()) // lane) * lane)
+
+
+@pytest.mark.parametrize("granularity", ["channel", "weight"])
+def test_what_is_removed_stands_still_and_padding_stays_zero(granularity: str) -> None:
+    networks, batches = tiny_networks(2), tiny_batches(10)
+    config = tiny_config(particles=2, granularity=granularity, **PHASES["all"])
+    particles = Particles(networks)
+    gating = make_gating(networks[0], tiny_structure(), particles, config, None)
+    trainer = Trainer(particles, gating, config, num_data=NUM_DATA, steps_per_epoch=10)
+    padding = torch.ones(particles.layout.size, dtype=torch.bool)
+    for segment in particles.layout.segments.values():
+        segment.view(padding).fill_(False)
+    rows: list[Tensor] = []
+
+    def check(trainer: Trainer) -> None:
+        assert particles.rows[:, padding].eq(0).all() and trainer.momentum[:, padding].eq(0).all()
+        assert particles.intact()
+        if trainer.belief.keep is not None:
+            rows.append(particles.rows.clone())
+
+    trainer.run(batches, on_step=check)
+    assert trainer.belief.keep is not None
+    for i, network in enumerate(networks):
+        p = {k: v.detach() for k, v in network.named_parameters()}
+        for name, mask in kept_coordinates(p, trainer.belief.keep[i], granularity).items():
+            first, last = (particles.layout.segments[name].view(row[i]) for row in (rows[0], rows[-1]))
+            assert torch.equal(first[mask == 0], last[mask == 0])
+            assert (first[mask == 1] != last[mask == 1]).all()
+
+
+@pytest.mark.parametrize("granularity", ["channel", "weight"])
+def test_gates_and_slabs_rest_once_they_are_decided(granularity: str) -> None:
+    networks = tiny_networks(2)
+    config = tiny_config(particles=2, granularity=granularity, **PHASES["all"])
+    particles = Particles(networks)
+    gating = make_gating(networks[0], tiny_structure(), particles, config, None)
+    trainer = Trainer(particles, gating, config, num_data=NUM_DATA, steps_per_epoch=10)
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def note(trainer: Trainer) -> None:
+        seen.append((trainer.belief.logits.clone(), trainer.belief.log_slab.clone(), trainer.belief.log_d.clone()))
+
+    trainer.run(tiny_batches(10), on_step=note)
+    logits, slab, noise = zip(*seen, strict=True)
+    assert torch.equal(logits[4], logits[9]) and torch.equal(slab[4], slab[9])
+    assert not torch.equal(noise[4], noise[9])
+
+
+@pytest.mark.parametrize("granularity", ["channel", "weight"])
+def test_frozen_parameters_stay(granularity: str) -> None:
+    network = tiny_networks(1)[0]
+    frozen = "norm_left" if granularity == "channel" else "left"
+    network.get_submodule(frozen).weight.requires_grad_(False)  # type: ignore[operator, union-attr]
+    before = network.get_submodule(frozen).weight.clone()  # type: ignore[operator, union-attr]
+    config = tiny_config(particles=1, granularity=granularity, **PHASES["all"])
+    particles = Particles([network])
+    gating = make_gating(network, tiny_structure(), particles, config, None)
+    Trainer(particles, gating, config, num_data=NUM_DATA, steps_per_epoch=6).run(tiny_batches(6))
+    assert torch.equal(network.get_submodule(frozen).weight, before)  # type: ignore[arg-type]
+
+
+def test_update_without_stein_is_nesterov_sgd() -> None:
+    """beta = 0: one call on the matrix is torch's own optimiser on each row."""
+    rows, decayed, lr = torch.randn(2, 40, dtype=torch.float64), torch.arange(40) % 3 > 0, 0.3
+    momentum, moving = torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)
+    free = rows.clone().requires_grad_()
+    optimiser = torch.optim.SGD([free], lr=lr, momentum=0.8, nesterov=True)
+    for _ in range(4):
+        gradient = torch.randn_like(rows)
+        free.grad = gradient + 0.7 * (decayed * free.detach())
+        optimiser.step()
+        rate, healthy = torch.tensor(lr, dtype=torch.float64), torch.tensor(True)
+        update_rows(
+            rows, gradient, momentum, None, (), None, decayed, moving, rate, healthy, 0.7, 0.0, inertia=0.8
+        )  # fmt: skip
+    torch.testing.assert_close(rows, free.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_the_update_is_compiled_for_every_network_of_a_long_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    for size in range(20, 32):  # more shapes than PyTorch compiles one function for
+        found, expected = torch.ones(2, 1, size), torch.ones(2, 1, size)
+        every, rest = torch.ones(1, size, dtype=torch.bool), (torch.tensor(0.3), torch.tensor(True), 0.1, 0.0, 0.8)
+        for update, (rows, momentum) in ((compiled_update(), found), (update_rows, expected)):
+            update(rows, torch.ones(1, size), momentum, None, (), None, every[0], every, *rest)
+        assert torch.equal(found, expected)
+    assert len(compiled) == 12
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+def test_a_corrected_step_is_one_without_the_excess(healthy: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, gradient, momentum = torch.randn(3, 2, 12, dtype=torch.float64, generator=generator)
+    at, excess = torch.tensor([[3, 7], [0, 9]]), torch.randn(2, 2, 2, dtype=torch.float64, generator=generator)
+    every, sound = torch.ones_like(rows, dtype=torch.bool), torch.tensor(healthy)
+    rate, rest = torch.tensor(0.3, dtype=torch.float64), ((), None, every[0], every)
+
+    def moved(gradient: Tensor) -> tuple[Tensor, Tensor]:
+        found = rows.clone(), momentum.clone()
+        update_rows(found[0], gradient, found[1], None, *rest, rate, sound, 0.1, 0.0, inertia=0.8)
+        return found
+
+    more = gradient.clone()
+    more[:, at] += excess
+    corrected = moved(more)
+    correct_rows(corrected[0], corrected[1], at, excess, rate, sound, inertia=0.8)
+    for value, expected in zip(corrected, moved(gradient), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_weights_are_rounded_as_autocast_would() -> None:
+    class Doubled(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.conv2d(x, 2 * self.weight)
+
+    network = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), Doubled(3, 4, 3), nn.Flatten(), nn.Linear(64, 5))
+    weights = {name: 1.1 * p.detach() for name, p in network.named_parameters() if name.endswith("weight")}
+    early = rounding.early(network, weights)
+    assert {n: v.dtype for n, v in early.items()} == {
+        "0.weight": torch.bfloat16, "2.weight": torch.float32, "4.weight": torch.bfloat16,
+    }  # fmt: skip
+    x = torch.randn(6, 2, 8, 8)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        outputs = [torch.func.functional_call(network, values, (x,)) for values in (weights, early)]
+    assert torch.equal(*outputs)
+
+
+def test_the_dense_reference_is_plain_training() -> None:
+    """Without gates: no prior, no Stein term; two particles are two networks trained by SGD."""
+    networks, batches = tiny_networks(2), tiny_batches(4)
+    config = tiny_config(particles=2, weight_decay=0.1)
+    free = copy.deepcopy(networks)
+    optimisers = [torch.optim.SGD(f.parameters(), 1.0, 0.9, nesterov=True, weight_decay=0.1) for f in free]
+    for k, (x, y) in enumerate(batches.batches):
+        for network, optimiser in zip(free, optimisers, strict=True):
+            rate = schedule.learning_rate((k + 1) / 4, peak=config.lr, end=config.lr_end, warmup=0)
+            optimiser.param_groups[0]["lr"] = rate
+            optimiser.zero_grad()
+            F.cross_entropy(network(x), y).backward()
+            optimiser.step()
+    Trainer(Particles(networks), None, config, num_data=NUM_DATA, steps_per_epoch=4).run(batches)
+    for network, other in zip(networks, free, strict=True):
+        for name, value in network.state_dict().items():
+            torch.testing.assert_close(value, other.state_dict()[name], rtol=1e-10, atol=1e-12)

@@ -1,0 +1,154 @@
+"""Jobs and the tables that plan them."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dllp.baselines import METHODS, find
+from dllp.baselines.fpgm import GeometricMedian
+from dllp.baselines.polarization import Polarization
+from dllp.baselines.slimming import Slimming
+from dllp.errors import ConfigError
+from paper import jobs, plans, run, tables
+from paper.jobs import Job
+from paper.plans import Quoted, Variant
+
+
+def test_a_digest_names_what_is_computed() -> None:
+    job = Job("resnet20", "dllp", keep=0.45)
+    others = [
+        replace(job, network="resnet56"), replace(job, method="thin"), replace(job, granularity="weight"),
+        replace(job, keep=0.44), replace(job, seed=1), replace(job, epochs=59), replace(job, validation=5000),
+        replace(job, changes={"beta": 0.2}),
+    ]  # fmt: skip
+    assert len({job.digest, *(other.digest for other in others)}) == 1 + len(others)
+    assert job.digest == Job("resnet20", "dllp", keep=0.45).digest and len(job.digest) == 16
+    assert replace(job, changes={"beta": job.config.beta}).digest == job.digest, "a change that changes nothing"
+    assert replace(job, changes={"precision": "bfloat16", "device": "cpu"}).digest == job.digest, "not what, but how"
+    two = {"beta": 0.2, "lr": 0.3}
+    assert replace(job, changes=two).digest == replace(job, changes=dict(reversed(two.items()))).digest
+
+
+def test_fields_added_later_leave_old_digests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job("resnet20", "dllp", keep=0.45)
+    old = replace(job, changes={"patience": 3}).digest
+    monkeypatch.setattr(jobs, "LATER", jobs.LATER | {"patience": 0})
+    new = job.digest
+    monkeypatch.setattr(jobs, "LATER", jobs.LATER | {"average_from": -1.0})
+    assert job.digest == new, "another value than the neutral one still counts"
+    assert replace(job, changes={"patience": 3}).digest == old != new
+
+
+def test_a_budget_of_weights_replaces_that_of_flops() -> None:
+    row = tables.TABLES["table1"].chosen(["resnet20-dllp-weight"])[0]
+    config = row.job.config
+    assert (config.keep_flops, config.keep_params, config.granularity) == (None, 0.0988, "weight")
+
+
+# ---- tables
+
+
+def test_every_row_stands_with_its_seeds_and_targets() -> None:
+    one, two = tables.TABLES["table1"], tables.TABLES["table2"]
+    seeds = {row.name: len(row.seeds) for row in (*one.rows, *two.rows)}
+    assert {name for name, count in seeds.items() if count == 5} == {
+        "dense", "dllp-channel-55", "dllp-channel-74.65",
+    }  # fmt: skip
+    assert set(seeds.values()) == {3, 5}
+    keeps = {row.name: row.job.keep for row in (*one.rows, *two.rows)}
+    assert keeps["dllp-channel-55"] == keeps["thin-55"] == keeps["magnitude-55"] == keeps["dllp-weight-55"] == 0.45
+    assert (keeps["dllp-channel-70"], keeps["dllp-weight-90"], keeps["dllp-channel-74.65"]) == (0.3, 0.1, 0.2535)
+    assert (keeps["tuned-fpgm-53"], keeps["tuned-sss-55"], keeps["tuned-cp-50"]) == (0.47, 0.45, 0.5)
+    assert keeps["tuned-magnitude-l1-90"] == keeps["tuned-magnitude-l2-90"] == keeps["dllp-weight-90"]
+    assert {row.job.network for row in one.rows} == {"resnet56", "resnet20"}
+    assert {row.job.network for row in two.rows} == {"vgg16_bn"}
+    for table in (one, two):
+        assert all(row.job.epochs == 60 and row.job.config.batch_size == 512 for row in table.rows)
+        tuned = {find(row.job.baseline).name: row for row in table.rows if row.name.startswith("tuned-")}
+        assert set(tuned) == set(METHODS) and {row.job.finetune for row in tuned.values()} == {30}
+        chosen = {"table1": Polarization(strength=3e-4), "table2": Polarization(strength=3e-5, least=0.2)}[table.name]
+        assert find(tuned["polarization"].job.baseline) == chosen
+        kept = {row.name for row in table.rows if row.predictions == "kept"}
+        assert kept == {n for n in (r.name for r in table.rows) if n == "dense" or n.startswith("dllp-channel")}
+
+
+def test_quoted_rows_are_the_papers() -> None:
+    one, two = tables.TABLES["table1"].quoted, tables.TABLES["table2"].quoted
+    assert (len(one), len(two)) == (9, 6)
+    assert one[-1] == Quoted("DLLP", "resnet56", 92.80, 55, 0.04)
+    assert two[-1] == Quoted("DLLP", "vgg16_bn", 92.80, 74.65, 1.24)
+    assert {row.method: row.drop for row in one}["FPGM"] == 0.1 and {row.method: row.drop for row in two}["RNP"] == 0.85
+
+
+@pytest.mark.parametrize("name", ["table1", "table2"])
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_shards_share_the_jobs_and_keep_dense_networks_at_hand(name: str, count: int) -> None:
+    table = tables.TABLES[name]
+    whole = [planned.job.digest for planned in table.plan()]
+    assert len(set(whole)) == len(whole) == sum(len(row.seeds) for row in table.rows)
+    shards = [table.plan(shard=(i + 1, count)) for i in range(count)]
+    assert sorted(planned.job.digest for shard in shards for planned in shard) == sorted(whole)
+    for shard in shards:
+        places = [whole.index(planned.job.digest) for planned in shard]
+        assert places == sorted(places), "every share keeps the order"
+        for i, planned in enumerate(shard):
+            if planned.job.derived:
+                before = [earlier.job.digest for earlier in shard[:i]]
+                assert planned.job.dense.digest in before, "the network it starts from was trained before"
+    trained = [sum(p.job.config.particles for p in shard if not p.job.derived) for shard in shards]
+    work = [n + sum(p.job.finetune > 0 for p in shard) / 2 for n, shard in zip(trained, shards, strict=True)]
+    assert max(work) - min(work) <= 3
+
+
+def test_plans_follow_the_options() -> None:
+    table = tables.TABLES["table1"]
+    plan = table.plan(["dense", "dllp-*-55"], [4, 0, 4], Variant(epochs=2, validation=100))
+    assert [(p.row.name, p.job.seed) for p in plan] == [
+        (name, seed) for seed in (0, 4) for name in ("dense", "dllp-channel-55", "dllp-weight-55")
+    ]
+    assert all(p.job.epochs == 2 and p.job.validation == 100 for p in plan)
+    assert run.folder_of(Path("r"), table, Variant()) == Path("r/table1")
+    names = {run.folder_of(Path("r"), table, Variant(e, v)).name for e in (None, 2) for v in (0, 100)}
+    assert len(names) == 4
+    with pytest.raises(ConfigError, match="no row 'nothing'"):
+        table.plan(["nothing"])
+    with pytest.raises(ConfigError, match="epochs = 0"):
+        Variant(epochs=0)
+    with pytest.raises(ConfigError, match="validation = -1"):
+        Variant(validation=-1)
+
+
+def test_settings_reach_the_jobs_that_have_them() -> None:
+    given = plans.settings(["strength=1e-5", "network=resnet20", "slab_bounds=[1.0, 30.0]", "prior=laplace"])
+    assert given == {"strength": 1e-5, "network": "resnet20", "slab_bounds": (1.0, 30.0), "prior": "laplace"}
+    table = tables.TABLES["table1"]
+    rows = {row.name: row.job for row in table.set({**given, "finetune_lr": 0.1}).rows}
+    slimming, weight, fpgm = rows["tuned-slimming-48"], rows["dllp-weight-90"], rows["tuned-fpgm-53"]
+    assert find(slimming.baseline) == Slimming(strength=1e-5) and find(fpgm.baseline) == GeometricMedian()
+    assert {job.network for job in rows.values()} == {"resnet20"} and slimming.finetune_lr == 0.1
+    assert weight.config.slab_bounds == (1.0, 30.0) and weight.config.prior == "laplace"
+    assert slimming.dense == fpgm.dense, "the dense network has no strength"
+    again = table.set({"strength": 1e-3}).set({"strength": 1e-4})
+    both = {row.name: row.job for row in again.rows}
+    assert both["tuned-slimming-48"].baseline == "slimming:strength=0.0001", "the last one counts, and stands alone"
+    fewer = {row.name: row.job for row in table.set({"least": 0.1}).rows}
+    assert find(fewer["tuned-slimming-48"].baseline) == Slimming(strength=1e-5, least=0.1)
+    variant = Variant(30, 5000, given)
+    assert (
+        variant.suffix == "-validation5000-epochs30-network-resnet20-prior-laplace-slab_bounds-1.0_30.0-strength-1e_05"
+    )
+    assert Variant(30, 5000, dict(reversed(given.items()))).suffix == variant.suffix, "in whatever order they come"
+    words = shlex.split(" ".join(variant.words))
+    assert words[:4] == ["--epochs", "30", "--validation", "5000"] and plans.settings(words[5:]) == given
+    assert table.set({}) == table and Variant().words == []
+
+
+def test_no_two_jobs_of_both_tables_are_the_same() -> None:
+    own = [table for table in tables.TABLES.values() if not table.sources]
+    digests = [planned.job.digest for table in own for planned in table.plan()]
+    assert all(a != b for a, b in itertools.combinations(digests, 2))

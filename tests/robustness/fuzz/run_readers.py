@@ -1,0 +1,164 @@
+"""Readers of what runs leave behind: run folders, reports of them, results of benches."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from mutate import mutate_json, mutate_lines, mutate_tensors
+from reader import Reader, examples, network
+
+import dllp
+from dllp import report, writing
+from dllp.data import from_pair
+from dllp.deploy import speed
+from dllp.evaluation.evaluate import Row
+from dllp.evaluation.examples import collect
+from dllp.report import compare, contents, page
+from dllp.runs import artifacts
+from paper import plans, tables
+from paper import run as bench
+from paper.figures_3_4 import QUALITIES
+from paper.prediction_metrics import judge
+from paper.store import LABELS, Store, pack
+
+# ---- run folders
+
+
+def run_folders(root: Path) -> list[Reader]:
+    found = []
+    shared: dict[str, list[bytes]] = {}
+    for granularity in ("channel", "weight"):
+        config = dllp.Config(granularity=granularity, keep_flops=0.5, epochs=2, batch_size=6, device="cpu", warmup=0)
+        folder = dllp.prune(network(), examples(), config).save(root / granularity)
+        for name in ("run.json", "gates.safetensors", "particle-0.safetensors", "reference-0.safetensors"):
+            content = (folder / name).read_bytes()
+            shared.setdefault(name, []).append(content)
+            mutators = (mutate_json,) if name == "run.json" else (mutate_tensors,)
+            read = functools.partial(_load, folder, name, content)
+            label = f"{name.partition('.')[0]} ({granularity})"
+            named = str(folder) if name == "run.json" else name
+            found.append(Reader(label, shared[name], read, named, mutators))
+    channel = root / "channel"
+    run = json.loads((channel / "run.json").read_bytes())
+
+    def read_recipe(content: bytes) -> object:
+        try:
+            value = json.loads(content)
+            text = json.dumps(run | {"recipes": [value, run["recipes"][1]]}).encode()
+        except (ValueError, RecursionError):
+            text = b'{"recipes": ' + content
+        return _load(channel, "run.json", (channel / "run.json").read_bytes(), text)
+
+    seeds = [json.dumps(recipe).encode() for recipe in run["recipes"]]
+    return [*found, Reader("recipe", seeds, read_recipe, str(channel), (mutate_json,))]
+
+
+def _load(folder: Path, name: str, whole: bytes, content: bytes) -> object:
+    (folder / name).write_bytes(content)
+    try:
+        return dllp.load(folder, network())
+    finally:
+        (folder / name).write_bytes(whole)
+
+
+# ---- reports
+
+
+def reports(root: Path) -> list[Reader]:
+    """Every file of a run folder that `dllp report` reads, through everything that is shown of it."""
+    config = dllp.Config(keep_flops=0.5, epochs=2, batch_size=6, device="cpu", warmup=0)
+    result = dllp.prune(network(), examples(), config)
+    folder = result.save(root / "run")
+    x, y = examples()
+    collect(result.posterior, from_pair(x, y)).write(folder)
+    rows = [row(name, data) for data in ("clean", "noise:0.1") for name in ("dense", "particle 1", "all particles")]
+    writing.write_json(folder / artifacts.EVALUATION, {"rows": [vars(r) for r in rows]})
+    times = [speed.Row(name, speed.TORCH, "cpu", 1, 64, 2e-3 / k, 1e-3, 3e-3, 7, 2e-3, 100 / k, 10)
+             for k, name in enumerate((speed.DENSE, speed.PRUNED), 1)]  # fmt: skip
+    layer = vars(speed.LayerTime("0", 2.0, 1.5, 4, 2, 0.5))
+    writing.write_json(folder / artifacts.SPEED, {"rows": speed.as_dict(speed.compared(times)), "layers": [layer]})
+    log = "".join(json.dumps({"training": "dense", **record}) + "\n" for record in result.history)
+    (folder / artifacts.LOG).write_text(log)
+
+    def read(name: str, content: bytes) -> None:
+        before = (folder / name).read_bytes()
+        (folder / name).write_bytes(content)
+        try:
+            run = contents.read(folder)
+            sections = [part.section(run) for part in report.PARTS] + compare.sections([run, run])
+            for plot in (plot for section in sections if section for plot in section.plots):
+                page._embedded(page._plot(plot))
+        finally:
+            (folder / name).write_bytes(before)
+
+    mutators = {"safetensors": mutate_tensors, "json": mutate_json, "jsonl": mutate_lines}
+    return [
+        Reader(f"{name} by report", [(folder / name).read_bytes()], functools.partial(read, name), str(folder),
+               (mutators[name.rpartition(".")[2]],), share=0.2)
+        for name in (artifacts.RUN, artifacts.EVALUATION, artifacts.SPEED, artifacts.LOG, artifacts.EXAMPLES,
+                     "reference-0.safetensors")
+    ]  # fmt: skip
+
+
+def row(name: str, data: str) -> Row:
+    return Row(name, data, {"accuracy": 0.9, "ece": 0.1, "nll": 0.3}, 100.0, 10, 40)
+
+
+# ---- results of benches
+
+
+def results(root: Path) -> list[Reader]:
+    root.mkdir(parents=True)
+    table = tables.table("table1")
+    variant = plans.Variant(None, 0)
+    store = Store(root)
+    figures = {"accuracy": 0.9, "nll": 0.3, "ece": 0.01}
+    p = np.random.default_rng(0).dirichlet(np.ones(3), (2, 4))
+    lines = []
+    for planned in table.plan()[:6]:
+        lines.append({
+            "digest": planned.job.digest, "seed": planned.job.seed, "epochs": planned.job.epochs,
+            "particles": [figures, figures], "ensemble": figures, "macs": [1.0, 1.0], "params": [1, 2],
+            "dense_params": 10, "flops_removed": [0.5, 0.5], "flops_of": "the extracted network", "train_seconds": 1.5,
+            "config": {"precision": "float32"}, "hardware": "cpu", "dllp": "0", "torch": "2", "python": "3",
+            "date": "2026-11-15T00:00:00+00:00",
+        })  # fmt: skip
+
+    def read_lines(content: bytes) -> object:
+        store.runs.write_bytes(content)
+        return bench.write_summary(table, store, variant)
+
+    def one(rng: random.Random, content: bytes, other: bytes) -> bytes:
+        found = content.splitlines()
+        i = rng.randrange(len(found))
+        found[i] = mutate_json(rng, found[i], b"")
+        return b"\n".join([*found, b""])
+
+    figure = tables.table("figure4")
+    doubted = Store(root / "figure4")
+    for planned in figure.plan():
+        named = {"digest": planned.job.digest, "seed": planned.job.seed}
+        doubted.add(lines[0] | named | {"log_prior": [30.0, 50.0], "num_data": 10})
+        judged = judge({quality: torch.from_numpy(p) for quality in QUALITIES}, torch.arange(4) % 3)
+        doubted.add_figures({**named, "date": lines[0]["date"], "alone": judged.alone, "together": judged.together})
+
+    def read_figures(content: bytes) -> object:
+        doubted.judged.write_bytes(content)
+        return bench.write_summary(figure, doubted, variant)
+
+    def read_arrays(content: bytes) -> object:
+        (root / "probabilities" / "abc.npz").write_bytes(content)
+        return store.probabilities("abc")
+
+    (root / "probabilities").mkdir()
+    content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    return [
+        Reader("runs.jsonl", [content], read_lines, "runs.jsonl", (one,), share=0.15),
+        Reader("figures.jsonl", [doubted.judged.read_bytes()], read_figures, "figures.jsonl", (one,), share=0.15),
+        Reader("probabilities", [pack({"clean": p, "blur": p, LABELS: np.arange(4) % 3})], read_arrays, "abc.npz"),
+    ]

@@ -1,0 +1,106 @@
+"""Run folders are written whole or not at all, and never over anything else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dllp
+from dllp import ArtifactError, writing
+from dllp.runs import artifacts
+from tests.support import saved
+
+
+def full(*args: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("name", ["fsync", "replace"])
+def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(artifacts.os, name, full)
+    with pytest.raises(ArtifactError, match=r"cannot write .*new\.json: No space left on device"):
+        writing.write_json(tmp_path / "new.json", {"a": 1})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file.json"
+    writing.write_json(path, {"a": 1})
+    monkeypatch.setattr(artifacts.os, "fsync", full)
+    with pytest.raises(ArtifactError):
+        writing.write_json(path, {"a": 2})
+    assert artifacts.read_json(path) == {"a": 1} and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result, calls, write = saved.pruned("channel", epochs=1), [], writing.write_bytes
+
+    def third(path: Path, content: bytes) -> None:
+        calls.append(path)
+        if len(calls) == 3:
+            raise ArtifactError(f"cannot write {path}: full")
+        write(path, content)
+
+    monkeypatch.setattr(writing, "write_bytes", third)
+    with pytest.raises(ArtifactError, match="full"):
+        result.save(tmp_path / "deep" / "run")
+    assert len(calls) == 3 and not list(tmp_path.iterdir())
+
+
+def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArtifactError, match="cannot write"):
+        writing.write_json(tmp_path / "file" / "run.json", {})
+
+
+def test_save_refuses_a_folder_with_another_run(saved_run: tuple[dllp.Result, Path]) -> None:
+    result, folder = saved_run
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ArtifactError, match="already holds a run"):
+        result.save(folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_save_replaces_a_run_when_asked_and_nothing_else(saved_run: tuple[dllp.Result, Path], tmp_path: Path) -> None:
+    result, folder = saved_run
+    old = Path(shutil.copytree(folder, tmp_path / "old"))
+    (old / "extra.txt").write_text("part of the old run")
+    assert result.save(old, overwrite=True) == old
+    assert {path.name for path in old.iterdir()} == {path.name for path in folder.iterdir()}
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ArtifactError, match="holds other files"):
+        result.save(tmp_path, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "thesis.tex"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("a" * 300, "is too long"), ("b/" * 3000, "is too long"), ("a\0b", "NUL byte"), (3, "no name")]
+)
+def test_names_that_no_folder_can_have(
+    saved_run: tuple[dllp.Result, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArtifactError, match=words) as caught:
+        saved_run[0].save(name)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 200 and not list(tmp_path.iterdir())
+
+
+def test_the_longest_name_that_a_folder_can_have(saved_run: tuple[dllp.Result, Path], tmp_path: Path) -> None:
+    folder = tmp_path / ("ä" * 127 + "a")
+    assert (saved_run[0].save(folder) / artifacts.RUN).is_file() and list(tmp_path.iterdir()) == [folder]
+
+
+def test_values_that_json_cannot_hold(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        writing.write_json(tmp_path / "nan.json", float("nan"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_could_not_be_read_back_is_refused(saved_run: tuple[dllp.Result, Path], tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"bad\\xff is not UTF-8"):
+        saved_run[0].save(tmp_path / os.fsdecode(b"bad\xff"))
+    assert not list(tmp_path.iterdir())

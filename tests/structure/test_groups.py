@@ -1,0 +1,291 @@
+"""Groups, and what they cost."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from dllp.errors import Interrupted, StructureError
+from dllp.structure.coupling import MISALIGNED, UNREAD
+from dllp.structure.groups import WEIGHTS_INSTEAD, Structure, _Gap, discover, verify
+from dllp.structure.slicing import Group, cut, recipe
+from tests.support import families, networks
+from tests.support.slices import random_keep
+
+
+def macs(model: nn.Module, example: Tensor) -> float:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # fused attention counts for nothing
+        copy.deepcopy(model).eval()(example[:1])
+    return counter.get_total_flops() / 2
+
+
+def wide() -> nn.Module:
+    return networks.resnet((16, 32, 64), 3)
+
+
+@pytest.fixture(scope="module")
+def structure() -> Structure:
+    return discover(wide(), networks.images())
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_groups_and_reasons(name: str) -> None:
+    family = families.FAMILIES[name]
+    found = discover(family.build(), family.example())
+    assert tuple(group.name for group in found.groups) == family.pruned
+    assert tuple(found.whole) == family.whole
+    assert all(found.whole.values())
+    assert found.offsets[-1] == found.units == len(found.channels_per_unit)
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_costs_are_exact(name: str) -> None:
+    family = families.FAMILIES[name]
+    model, example = family.build(), family.example()
+    found = discover(model, example)
+    assert found.flops.dense == pytest.approx(macs(model, example), rel=1e-12)
+    assert found.params.dense == sum(p.numel() for p in model.parameters())
+    for seed in range(3):
+        keep = random_keep(found.groups, seed)
+        small = cut(model, recipe(model, found.groups, keep))
+        assert found.flops.expected(keep.double()).item() == pytest.approx(macs(small, example), rel=1e-12)
+        count = sum(p.numel() for p in small.parameters())
+        assert found.params.expected(keep.double()).item() == pytest.approx(count, rel=1e-12)
+
+
+class Stream(nn.Module):
+    """The same gates stand on both sides of `inner`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.inner, self.last = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 4, 1)
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        return self.fc(self.last(F.relu(x + self.inner(x))).mean((2, 3)))
+
+
+def test_expectation_by_enumeration() -> None:
+    found = discover(Stream(), networks.images())
+    assert [group.units for group in found.groups] == [3, 4]
+    theta = torch.rand(7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    states = torch.tensor(list(itertools.product([0.0, 1.0], repeat=7)), dtype=torch.float64)
+    weights = (states * theta + (1 - states) * (1 - theta)).prod(1)
+    for cost in (found.flops, found.params):
+        assert cost.expected(theta).item() == pytest.approx((weights @ cost.expected(states)).item(), rel=1e-12)
+
+
+def test_cost_gradient_and_float32(structure: Structure) -> None:
+    theta = torch.full((2, structure.units), 0.5, requires_grad=True)
+    value = structure.flops.to("cpu", torch.float32).expected(theta)
+    assert value.shape == (2,) and value.dtype == torch.float32
+    value.sum().backward()
+    assert theta.grad is not None and bool((theta.grad > 0).all())
+    exact = structure.flops.expected(theta.detach())
+    torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=0.0)
+
+
+def test_layers(structure: Structure) -> None:
+    assert structure.flops.dense == sum(layer.macs for layer in structure.layers)
+    modules = dict(wide().named_modules())
+    names = {n for n, m in modules.items() if isinstance(m, (nn.Conv2d, nn.Linear))}
+    assert {layer.name for layer in structure.layers} == names
+    assert all(layer.weights == modules[layer.name].weight.numel() for layer in structure.layers)
+
+
+@pytest.mark.parametrize("name", ["resnet", "sequence", "transformer", "zero_pad"])
+def test_the_model_is_untouched(name: str) -> None:
+    family = families.FAMILIES[name]
+    model, example = family.build().train(), family.example()
+    next(model.children()).eval()
+    first = next(model.parameters())
+    first.requires_grad_(False)
+    last = list(model.parameters())[-1]
+    last.grad = torch.ones_like(last)
+    next(model.children()).register_forward_hook(lambda *_: None)
+    before = copy.deepcopy(model.state_dict())
+    modes = [m.training for m in model.modules()]
+    hooks = [list(m._forward_hooks) for m in model.modules()]
+    grads = [p.requires_grad for p in model.parameters()]
+    pointers = [p.data_ptr() for p in model.parameters()]
+    random = torch.get_rng_state()
+    discover(model, example)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    assert [m.training for m in model.modules()] == modes
+    assert [list(m._forward_hooks) for m in model.modules()] == hooks
+    assert [p.requires_grad for p in model.parameters()] == grads
+    assert [p.data_ptr() for p in model.parameters()] == pointers
+    assert torch.equal(last.grad, torch.ones_like(last))
+    assert not example.requires_grad
+
+
+@pytest.mark.parametrize("name", families.REFUSED)
+def test_refusals_name_the_layer_and_the_way_out(name: str) -> None:
+    model = families.REFUSED[name]()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(StructureError, match=r"'features\.0'.*filter_fn") as caught:
+        discover(model, networks.images())
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    found = discover(model, networks.images(), filter_fn=lambda module, name: name != "features.0")
+    assert [group.name for group in found.groups] == ["features.2"]
+
+
+def test_filter_keeps_the_whole_group() -> None:
+    model = networks.resnet()
+    asked: list[str] = []
+
+    def allowed(module: nn.Module, name: str) -> bool:
+        assert module is model.get_submodule(name)
+        asked.append(name)
+        return name != "features.3.conv2.0"
+
+    found = discover(model, networks.images(), filter_fn=allowed)
+    assert "features.3.conv2.0" in found.whole["features.0.0"]
+    assert "features.0.0" not in [group.name for group in found.groups] and "fc" in asked
+
+
+def test_frozen_networks_are_pruned_alike() -> None:
+    model = networks.resnet().requires_grad_(False)
+    with torch.no_grad():
+        assert len(discover(model, networks.images()).groups) == 6
+
+
+def test_nothing_to_prune() -> None:
+    found = discover(nn.Sequential(nn.Flatten(), nn.Linear(192, 5)), networks.images())
+    assert found.groups == () and found.units == 0 and list(found.whole) == ["1"]
+    assert found.flops.expected(torch.zeros(0)).item() == found.flops.dense == 960
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 7), nn.Linear(7, 2)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(torch.tanh(self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))))
+
+
+def test_shared_and_computed_weights_stay_whole() -> None:
+    found = discover(Tied(), torch.randn(2, 6))
+    assert [group.name for group in found.groups] == ["c"] and "share" in found.whole["a"]
+    model = networks.mlp()
+    torch.nn.utils.parametrizations.weight_norm(model[2])
+    found = discover(model, torch.randn(2, 6))
+    assert found.groups == () and "computed" in found.whole["0"]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.conv, self.cell, self.fc = nn.Conv1d(3, 8, 3), kind(8, 6, batch_first=True), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.cell(torch.relu(self.conv(x)).transpose(1, 2))[0][:, -1])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_cells_stay_whole(kind: type[nn.RNNBase]) -> None:
+    found = discover(Recurrent(kind), torch.randn(2, 3, 9))
+    assert found.groups == () and list(found.whole) == ["conv", "fc"]
+
+
+class Lost(nn.Module):
+    """Channels that are added up and repeated: no layer reads them one by one, yet they are no outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Conv2d(3, 12, 3), nn.Conv2d(12, 6, 1), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x)).unflatten(1, (3, 4)).sum(2).repeat_interleave(4, 1)
+        return self.last(torch.relu(self.second(x)).mean((2, 3)))
+
+
+def test_channels_that_are_lost_on_their_way_are_not_taken_for_outputs() -> None:
+    found = discover(Lost(), networks.images())
+    assert found.whole == {"first": MISALIGNED, "last": UNREAD} and [group.name for group in found.groups] == ["second"]
+
+
+def test_networks_that_cannot_be_checked_are_refused() -> None:
+    class Casts(Stream):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.float())
+
+    class NoGrad(Stream):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                return super().forward(x)
+
+    with pytest.raises(StructureError, match="float64"):
+        discover(Casts(), networks.images())
+    with pytest.raises(StructureError, match="switches gradients off"):
+        discover(NoGrad(), networks.images())
+
+
+class Mixing(nn.Module):
+    """Channels that a softmax mixes, in front of outputs that are often 0 or 1 whatever they are."""
+
+    def __init__(self, outputs: int, end: Callable[[Tensor], Tensor], mix: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 1), nn.Linear(4, outputs)
+        self.end, self.mix = end, mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.end(self.last(self.second(x.softmax(1) if self.mix else x.tanh()).mean((2, 3))))
+
+
+@pytest.mark.parametrize("outputs", [1, 2, 3])
+@pytest.mark.parametrize("end", [torch.relu, lambda x: x.clamp(0, 1)])
+def test_outputs_that_stand_still_prove_nothing(outputs: int, end: Callable[[Tensor], Tensor]) -> None:
+    """Cut and gated network are equal wherever both are 0: other weights are drawn until the outputs move."""
+    with pytest.raises(StructureError, match="channels of 'first' cannot be pruned safely"):
+        discover(Mixing(outputs, end, mix=True), networks.images())
+    found = discover(Mixing(outputs, end, mix=False), networks.images())
+    assert [group.name for group in found.groups] == ["first", "second"]
+
+
+def test_groups_that_fail_only_together_are_told_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gap(exact: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...]) -> _Gap:
+        return _Gap(1.0 if len(groups) > 1 else 0.0, False, "the cut network differs")
+
+    model = networks.chain()
+    groups = discover(model, networks.images()).groups
+    monkeypatch.setattr("dllp.structure.groups._gap", gap)
+    with pytest.raises(
+        StructureError, match=rf"^groups that pass one by one .* differs; {re.escape(WEIGHTS_INSTEAD)}$"
+    ):
+        verify(model, groups, torch.ones(20, dtype=torch.bool), networks.images())
+
+
+def test_unusable_examples() -> None:
+    with pytest.raises(StructureError, match=r"cannot take inputs of shape \(1, 4, 8, 8\)") as caught:
+        discover(networks.chain(), torch.randn(1, 4, 8, 8))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(StructureError, match="example"):
+        discover(networks.chain(), torch.zeros(0, 3, 8, 8))
+    with pytest.raises(StructureError, match="lazy"):
+        discover(nn.Sequential(nn.LazyLinear(3)), torch.zeros(1, 3))
+
+
+def test_a_signal_while_the_network_is_tried_is_no_fault_of_the_network() -> None:
+    class Stopped(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            raise Interrupted(15)
+
+    with pytest.raises(Interrupted):
+        discover(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), Stopped(8, 3)), torch.randn(2, 4))

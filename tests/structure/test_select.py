@@ -1,0 +1,168 @@
+"""Which units stay: in order of their scores, within the budget, in round numbers."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import count
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dllp.errors import StructureError
+from dllp.structure.groups import Structure, discover
+from dllp.structure.select import select
+from tests.support import networks
+
+
+@pytest.fixture(scope="module")
+def structure() -> Structure:
+    return discover(networks.resnet((16, 32, 64), 3), networks.images())
+
+
+@pytest.mark.parametrize("cost", ["flops", "params"])
+@pytest.mark.parametrize("keep", [0.2, 0.45, 0.7, 0.95, 1.0])
+def test_select_meets_the_budget(structure: Structure, cost: str, keep: float) -> None:
+    for seed in range(3):
+        logits = torch.randn(structure.units, generator=torch.Generator().manual_seed(seed))
+        kept = select(structure, logits, cost=getattr(structure, cost), keep=keep)
+        share = getattr(structure, cost).expected(kept.double()).item() / getattr(structure, cost).dense
+        assert keep - 0.005 <= share <= keep + 1e-9
+        for part in structure.slices:
+            assert kept[part].any()
+            gone = logits[part][~kept[part]]
+            assert not len(gone) or logits[part][kept[part]].min() >= gone.max()
+
+
+def test_select_without_a_budget(structure: Structure) -> None:
+    logits = torch.randn(structure.units, generator=torch.Generator().manual_seed(0))
+    logits[structure.slices[0]] = torch.linspace(-3, -1, structure.groups[0].units)
+    kept = select(structure, logits, cost=structure.flops, keep=None)
+    assert int(kept[structure.slices[0]].sum()) == 1 and bool(kept[structure.slices[0]][-1])
+    rest = structure.slices[0].stop
+    assert torch.equal(kept[rest:], logits[rest:] > 0)
+
+
+def test_select_keeps_more_for_more(structure: Structure) -> None:
+    logits = torch.randn(structure.units, generator=torch.Generator().manual_seed(1))
+    shares = [
+        structure.flops.expected(select(structure, logits, cost=structure.flops, keep=k / 10).double()).item()
+        for k in range(2, 11)
+    ]
+    assert shares == sorted(shares) and shares[-1] == structure.flops.dense
+
+
+@pytest.mark.parametrize("keep", [None, 0.3, 0.6])
+def test_select_in_round_numbers(structure: Structure, keep: float | None) -> None:
+    logits = torch.randn(structure.units, generator=torch.Generator().manual_seed(2))
+    kept = select(structure, logits, cost=structure.flops, keep=keep, round_to=8)
+    counts = [int(kept[part].sum()) for part in structure.slices]
+    assert all(count and count % 8 == 0 for count in counts)
+    if keep is not None:
+        assert structure.flops.expected(kept.double()).item() <= keep * structure.flops.dense
+
+
+class Branches(nn.Module):
+    """Units that cost 32 and 12 multiply-accumulates, three and four of them, side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(30, 3), nn.Linear(10, 4)
+        self.ends = nn.ModuleList([nn.Linear(3, 2), nn.Linear(4, 2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ends[0](self.wide(x).relu()) + self.ends[1](self.narrow(x[:, :10]).relu())
+
+
+def test_select_lets_a_chunk_make_room_for_others() -> None:
+    """Taken in order, all narrow units and one wide one cost 80 of 108; for one narrow unit less a wide one fits."""
+    found = discover(Branches(), torch.randn(2, 30))
+    assert [g.name for g in found.groups] == ["wide", "narrow"] and found.flops.dense == 144
+    logits = torch.tensor([0.3, 0.2, 0.1, 4.0, 3.0, 2.0, 1.0])
+    kept = select(found, logits, cost=found.flops, keep=108 / 144)
+    assert kept.tolist() == [True, True, False, True, True, True, False]
+    assert found.flops.expected(kept.double()).item() == 100
+
+
+def test_select_rounds_channels_not_units() -> None:
+    model = networks.grouped()
+    found = discover(model, networks.images())
+    assert found.channels_per_unit.tolist() == [4] * 2 + [4] * 3 + [1] * 6
+    kept = select(found, -torch.ones(found.units), cost=found.flops, keep=None, round_to=4)
+    assert [int(kept[part].sum()) for part in found.slices] == [1, 1, 4]
+
+
+def test_select_out_of_reach(structure: Structure) -> None:
+    with pytest.raises(StructureError, match=r"0\.0001 cannot be reached.*0\.0"):
+        select(structure, torch.zeros(structure.units), cost=structure.flops, keep=0.0001)
+    with pytest.raises(StructureError, match="logits"):
+        select(structure, torch.zeros(3), cost=structure.flops, keep=0.5)
+
+
+class Loop(nn.Module):
+    """A residual block whose convolution reads the channels that it writes: its cost grows as their square."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.conv(x))
+
+
+def loops() -> nn.Module:
+    return networks.Head(nn.Sequential(nn.Conv2d(3, 10, 3, padding=1), nn.ReLU(), Loop(10), Loop(10)), 10)
+
+
+@cache
+def found(name: str) -> Structure:
+    builds = {"plain": networks.plain, "residual": networks.resnet, "loops": loops, "grouped": networks.grouped}
+    return discover(builds[name](), networks.images())
+
+
+def chunks(structure: Structure, logits: Tensor, round_to: int) -> list[list[list[int]]]:
+    """The units of each group, best first, in the fewest that are `round_to` channels or a multiple of them."""
+    result = []
+    for part in structure.slices:
+        width = int(structure.channels_per_unit[part.start])
+        step = next(k for k in count(1) if k * width % round_to == 0)
+        order = sorted(range(part.start, part.stop), key=lambda unit: -float(logits[unit]))
+        result.append([order[i : i + step] for i in range(0, len(order), step)])
+    return result
+
+
+@pytest.mark.parametrize("name", ["plain", "residual", "loops", "grouped"])
+@given(share=st.floats(0, 1), round_to=st.sampled_from([1, 3, 4, 8]), seed=st.integers(0, 9999))
+@settings(max_examples=40)
+def test_a_selection_fills_its_budget_with_whole_chunks_and_never_exceeds_it(
+    name: str, share: float, round_to: int, seed: int
+) -> None:
+    structure = found(name)
+    logits = torch.randn(structure.units, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    parts = chunks(structure, logits, round_to)
+
+    def price(taken: list[int]) -> float:
+        """What the first chunks of each group cost, as a share of the dense network."""
+        keep = torch.zeros(structure.units, dtype=torch.float64)
+        keep[[unit for part, k in zip(parts, taken, strict=True) for chunk in part[:k] for unit in chunk]] = 1
+        return structure.flops.expected(keep).item() / structure.flops.dense
+
+    least = price([1] * len(parts))
+    keep = least + share * (1 - least)
+    kept = select(structure, logits, cost=structure.flops, keep=keep, round_to=round_to)
+    taken = [sum(bool(kept[chunk[0]]) for chunk in part) for part in parts]
+    chosen = sorted(unit for part, k in zip(parts, taken, strict=True) for chunk in part[:k] for unit in chunk)
+    assert kept.nonzero().flatten().tolist() == chosen, "the best of each group, in whole chunks"
+    assert price(taken) <= keep * (1 + 1e-9)
+    for g, part in enumerate(parts):
+        more = [k + (i == g) for i, k in enumerate(taken)]
+        assert taken[g] == len(part) or price(more) > keep, "one chunk more is too much"
+
+
+def test_gates_at_one_half_are_closed(structure: Structure) -> None:
+    """theta > 1/2 is open, as for gates of single weights; the best of each group stays all the same."""
+    kept = select(structure, torch.zeros(structure.units), cost=structure.flops, keep=None)
+    assert [int(kept[part].sum()) for part in structure.slices] == [1] * len(structure.groups)

@@ -1,0 +1,156 @@
+"""Cut networks equal gated ones, and recipes of strangers are rejected."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from dllp.errors import StructureError
+from dllp.structure.groups import discover, verify
+from dllp.structure.slicing import Fold, Group, Slice, cut, difference, recipe
+from tests.support import families, networks
+from tests.support.slices import random_keep, scrambled
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+@pytest.mark.parametrize("seed", range(4))
+def test_cut_equals_gated(name: str, seed: int) -> None:
+    family = families.FAMILIES[name]
+    torch.manual_seed(seed)
+    model, example = scrambled(family.build()), family.example()
+    groups = discover(model, example.double() if example.is_floating_point() else example).groups
+    keep = random_keep(groups, seed)
+    inputs = torch.randn(3, *example.shape[1:], dtype=torch.float64) if example.is_floating_point() else example
+    assert difference(model, groups, keep, (inputs,)) <= 1e-12
+    assert verify(model, groups, keep, example) <= 1e-12
+    replayed = json.loads(json.dumps(recipe(model, groups, keep)))
+    weights = Fold(model, groups)(dict(model.named_parameters()), keep.double())
+    expected, actual = functional_call(model, weights, (inputs,)), cut(model, replayed)(inputs)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_all_kept_is_an_empty_recipe() -> None:
+    model = networks.resnet()
+    groups = discover(model, networks.images()).groups
+    assert recipe(model, groups, torch.ones(sum(g.units for g in groups), dtype=torch.bool)) == {}
+
+
+def test_cut_is_a_plain_network_in_the_same_state() -> None:
+    model = networks.grouped().train()
+    model.features[0][0].weight.requires_grad_(False)
+    groups = discover(model, networks.images()).groups
+    keep = random_keep(groups, 3)
+    small = cut(model, recipe(model, groups, keep))
+    kept = [int(part.sum()) for part in keep.split([g.units for g in groups])]
+    first, second, third = (small.features[i][0] for i in (0, 2, 4))
+    assert small.training and type(small) is type(model)
+    assert not first.weight.requires_grad and second.weight.requires_grad
+    assert (first.out_channels, second.in_channels, second.out_channels) == (kept[0] * 4, kept[0] * 4, kept[1] * 4)
+    assert (second.groups, third.in_channels, small.features[2][1].num_features) == (4, kept[1] * 4, kept[1] * 4)
+    assert all(type(p) is nn.Parameter and p.grad is None and p.is_leaf for p in small.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in small.modules())
+    small(torch.randn(2, 3, 8, 8))[0].sum().backward()
+
+
+def test_cut_keeps_dtype_and_memory_format() -> None:
+    model = networks.chain().to(torch.bfloat16, memory_format=torch.channels_last)
+    small = cut(
+        model,
+        {"features.0.0": {"out": [0, 3, 5]}, "features.0.1": {"out": [0, 3, 5]}, "features.2.0": {"in": [0, 3, 5]}},
+    )
+    weight = small.features[2][0].weight
+    assert weight.dtype == torch.bfloat16 and weight.shape == (12, 3, 3, 3)
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(weight, model.features[2][0].weight[:, [0, 3, 5]])
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"nowhere": {"out": [0]}}, "'nowhere'"),
+        ({"features.0.0": {"out": [0, 8]}}, "'features.0.0'.*outside 0..7"),
+        ({"features.0.0": {"out": [-1, 2]}}, "'features.0.0'.*outside"),
+        ({"features.0.0": {"out": [1, 1]}}, "'features.0.0'.*duplicates"),
+        ({"features.0.0": {"out": [2, 1]}}, "'features.0.0'.*increase"),
+        ({"features.0.0": {"out": []}}, "'features.0.0'.*at least one"),
+        ({"features.0.0": {"weight": [0]}}, "'features.0.0'.*no side 'weight'"),
+        ({"features.0.1": {"in": [0]}}, "'features.0.1'.*no side 'in'"),
+        ({"features.1": {"out": [0]}}, "'features.1'.*no side"),
+        ({"": {"out": [0]}}, "no side"),
+        ({"features.0.0": {"out": [True, 2]}}, "list of integers"),
+        ({"features.0.0": {"out": [0.0]}}, "list of integers"),
+        ({"features.0.0": {"out": "01"}}, "list of integers"),
+        ({"features.0.0": [0]}, "'features.0.0'"),
+        ([], "the recipe"),
+        ({"features.0.0.__class__": {"out": [0]}}, "no module"),
+    ],
+)
+def test_recipes_of_strangers(bad: object, message: str) -> None:
+    model = networks.chain()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(StructureError, match=message):
+        cut(model, bad)  # type: ignore[arg-type]
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+def test_grouped_convolutions_lose_equally_many() -> None:
+    with pytest.raises(StructureError, match="equally many"):
+        cut(networks.grouped(), {"features.2.0": {"in": [0, 1, 2, 4]}})
+
+
+def test_fold_is_differentiable_and_keeps_dtypes() -> None:
+    model = networks.Dense().to(torch.bfloat16)
+    groups = discover(networks.Dense(), networks.images()).groups
+    gates = torch.full((sum(g.units for g in groups),), 0.5, requires_grad=True)
+    fold = Fold(model, groups).to("cpu")
+    weights = fold(dict(model.named_parameters()), gates)
+    assert list(weights) == fold.names and all(w.dtype == torch.bfloat16 for w in weights.values())
+    sum(w.float().square().sum() for w in weights.values()).backward()
+    assert gates.grad is not None and bool((gates.grad != 0).all())
+
+
+def test_fold_leaves_foreign_channels_open() -> None:
+    model = nn.Sequential(nn.Conv2d(5, 2, 1))
+    group = Group("x", 2, (Slice("0", "in", torch.tensor([-1, 0, 1, 0, -1])),))
+    weight = Fold(model, [group])(dict(model.named_parameters()), torch.tensor([0.25, 0.0]))["0.weight"]
+    expected = model[0].weight * torch.tensor([1, 0.25, 0, 0.25, 1]).view(1, 5, 1, 1)
+    torch.testing.assert_close(weight, expected)
+
+
+def test_verify_names_the_group_that_is_wrong() -> None:
+    model = networks.chain()
+    first, second = discover(model, networks.images()).groups
+    bad = Group(
+        second.name,
+        second.units,
+        tuple(Slice(p.module, p.side, p.unit.flip(0) if p.side == "in" else p.unit) for p in second.slices),
+    )
+    keep = torch.ones(20, dtype=torch.bool)
+    keep[[1, 9, 11]] = False
+    with pytest.raises(StructureError, match=r"features\.2\.0"):
+        verify(model, (first, bad), keep, networks.images())
+
+
+def test_outputs_that_are_no_numbers_are_no_proof() -> None:
+    """NaN compares as neither larger nor smaller: it must not pass for a difference of 0."""
+    model = networks.chain().double()
+    groups = discover(model, networks.images().double()).groups
+    with torch.no_grad():
+        model.fc.bias[0] = math.nan
+    keep = random_keep(groups, 0)
+    assert difference(model, groups, keep, (networks.images().double(),)) == math.inf
+    with pytest.raises(StructureError, match="differs from the gated one by inf"):
+        verify(model, groups, keep, networks.images())
+
+
+def test_wrong_number_of_units() -> None:
+    model = networks.chain()
+    groups = discover(model, networks.images()).groups
+    with pytest.raises(StructureError, match="20 units"):
+        recipe(model, groups, torch.ones(3, dtype=torch.bool))

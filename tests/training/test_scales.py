@@ -1,0 +1,131 @@
+"""Scales of channels against a naive computation: gammas where a norm reads a unit, filters elsewhere."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from dllp.structure.groups import Structure, discover
+from dllp.structure.slicing import Group, Slice
+from dllp.training.gating import Scales, channel_scales, filters
+from dllp.training.particles import Particles
+from tests.support import networks
+from tests.support.gated import CASES, CPU, random_network, setting
+from tests.support.slices import both_layouts
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d)
+
+
+class Split(nn.Module):
+    """A norm reads half of the first convolution's channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.last = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(4), nn.Conv2d(8, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.conv(x).chunk(2, 1)
+        return self.last(torch.cat([self.norm(left), right], 1)).mean((2, 3))
+
+
+def own_filter(module: nn.Module, channel: int) -> Tensor:
+    """The weights that an output channel is made of, found by differentiating it."""
+    weight = module.weight.detach().clone().requires_grad_()
+    if isinstance(module, nn.Linear):
+        x = torch.rand(1, module.in_features) + 1
+    else:
+        x = torch.rand(1, module.in_channels, *[4] * (weight.dim() - 2)) + 1
+    output = functional_call(module, {"weight": weight}, (x,))
+    (gradient,) = torch.autograd.grad(output[:, channel].sum(), weight)
+    return weight.detach()[gradient != 0]
+
+
+def naive_scale(model: nn.Module, structure: Structure, group: int, unit: int) -> float:
+    """RMS of the gammas of a unit, or of its filters where no norm with gammas reads it."""
+    modules = dict(model.named_modules())
+    gammas, weights = [], []
+    for piece in structure.groups[group].slices:
+        module = modules[piece.module]
+        for channel in (piece.unit == unit).nonzero().flatten().tolist() if piece.side == "out" else ():
+            if isinstance(module, NORMS):
+                gammas += [] if module.weight is None else [module.weight[channel].item()]
+            elif not isinstance(module, nn.PReLU):
+                weights += own_filter(module, channel).flatten().tolist()
+    values = gammas or weights
+    return math.sqrt(sum(v * v for v in values) / len(values))
+
+
+@both_layouts
+@pytest.mark.parametrize("name", CASES)
+def test_scales_equal_a_naive_computation(name: str, channels_last: bool) -> None:
+    build, example = CASES[name]
+    particles, structure = setting(build, example(), channels_last)
+    scales = channel_scales(particles.networks[0], structure, particles.layout, CPU)
+    found = scales.of(particles.rows).abs()
+    assert found.shape == (2, structure.units) and scales.modules == tuple(g.name for g in structure.groups)
+    assert scales.lengths == tuple(g.units for g in structure.groups)
+    for row, model in zip(found, particles.networks, strict=True):
+        wanted = [naive_scale(model, structure, g, u) for g, k in enumerate(scales.lengths) for u in range(k)]
+        torch.testing.assert_close(row, torch.tensor(wanted), rtol=1e-5, atol=1e-6)
+
+
+def test_units_that_no_norm_reads_have_their_filters() -> None:
+    """The groups are made by hand: discovery leaves split features whole so far."""
+    model = random_network(Split)
+    half = torch.tensor([0, 1, 2, 3])
+    pieces = (Slice("conv", "out", torch.arange(8)), Slice("norm", "out", half), Slice("last", "in", torch.arange(8)))
+    structure = replace(discover(model, networks.images()), groups=(Group("conv", 8, pieces),))
+    particles = Particles([model])
+    found = channel_scales(model, structure, particles.layout, CPU).of(particles.rows)[0]
+    wanted = [naive_scale(model, structure, 0, unit) for unit in range(8)]
+    torch.testing.assert_close(found, torch.tensor(wanted), rtol=1e-5, atol=1e-6)
+    assert found[0].item() == pytest.approx(abs(model.norm.weight[0].item()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_coordinate_belongs_to_one_unit(name: str) -> None:
+    build, example = CASES[name]
+    particles, structure = setting(build, example(), n=1)
+    scales = channel_scales(particles.networks[0], structure, particles.layout, CPU)
+    real = torch.arange(scales.coordinates.shape[1]) < scales.count[:, None]
+    assert bool((scales.count >= 1).all()) and bool((scales.coordinates[~real] == particles.layout.spare).all())
+    used = scales.coordinates[real]
+    assert len(used.unique()) == len(used) == int(scales.count.sum())
+    assert bool(particles.layout.learnable(particles.networks[0])[used].all())
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Linear(5, 4),
+        nn.Conv1d(4, 6, 3),
+        nn.Conv2d(4, 6, 3, groups=2),
+        nn.Conv3d(4, 4, 2, groups=4),
+        nn.ConvTranspose1d(4, 6, 3),
+        nn.ConvTranspose2d(4, 6, 3, groups=2),
+        nn.ConvTranspose2d(6, 4, 3, groups=2),
+        nn.ConvTranspose2d(4, 4, 3, groups=4),
+        nn.ConvTranspose3d(6, 3, 2, groups=3),
+    ],
+    ids=str,
+)
+def test_filters(module: nn.Module) -> None:
+    found = filters(module, module.weight.detach())
+    for channel, row in enumerate(found):
+        assert row.sort().values.tolist() == own_filter(module, channel).sort().values.tolist()
+    assert found.numel() == module.weight.numel()
+
+
+def test_sums_and_spread() -> None:
+    scales = Scales(torch.zeros(7, 1, dtype=torch.int64), torch.ones(7), ("a", "b", "c"), (4, 1, 2))
+    values = torch.tensor([[1.0, 2, 3, 4, 5, 6, 7], [0, 0, 1, 0, 2, 0, 3]])
+    assert scales.module_sums(values).tolist() == [[10, 5, 13], [1, 2, 3]]
+    assert scales.spread(torch.tensor([[1.0, 2, 3], [4, 5, 6]])).tolist() == [[1] * 4 + [2, 3, 3], [4] * 4 + [5, 6, 6]]
+    # one is the other's transpose
+    other = torch.tensor([[0.5, -1, 2], [1, 1, 4]])
+    torch.testing.assert_close((scales.spread(other) * values).sum(), (other * scales.module_sums(values)).sum())
