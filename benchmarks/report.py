@@ -23,12 +23,12 @@ import numpy as np
 import torch
 
 import dllp
-from dllp import writing
+from dllp import files
 from dllp.deploy import speed
 from dllp.evaluation import examples
 from dllp.evaluation.evaluate import DENSE
+from dllp.records import GATE_BINS
 from dllp.runs import artifacts
-from dllp.training.latents import BINS
 from dllp.zoo import build
 
 RUNS = 5
@@ -49,7 +49,7 @@ def cifar_run(place: Path) -> tuple[Path, dllp.Result]:
     result = dllp.prune(model, (x, y), config)
     record = result.history[-1]
     result.history[:] = [record | {"epoch": i + 1} for i in range(EPOCHS)]
-    assert len(record["gates"]) == len(result.widths) and len(record["gates"][0]) == BINS
+    assert len(record["gates"]) == len(result.widths) and len(record["gates"][0]) == GATE_BINS
     classes = [str(i) for i in range(10)]
     shape: dict[str, Any] = {"num_classes": 10, "in_channels": 3, "image_size": 32, "shape": [3, 32, 32]}
     result.info["data"] = shape | {"classes": classes, "dtype": "uint8", "mean": [0.5] * 3, "std": [0.25] * 3}
@@ -77,7 +77,7 @@ def keep_speed(folder: Path, result: dllp.Result) -> None:
     dense, pruned = speed.subjects(result, (3, 32, 32), round_to=1)
     rows = speed.as_dict(speed.measure_torch([dense, pruned], (3, 32, 32), batches=[1], seconds=0))
     layers = [vars(layer) for layer in speed.torch_layers(dense, pruned, (3, 32, 32), batch=1, runs=1)]
-    writing.write_json(folder / artifacts.SPEED, {"rows": rows, "layers": layers})
+    files.write_json(folder / artifacts.SPEED, {"rows": rows, "layers": layers})
 
 
 def painted(page: Path) -> dict[str, float] | None:
@@ -124,7 +124,7 @@ def main() -> None:
         "runs": runs,
         "environment": dllp.devices.device.environment(torch.device("cpu")),
     }
-    writing.write_json(out / "summary.json", summary)
+    files.write_json(out / "summary.json", summary)
     rows = {
         "build, latency stored by `dllp speed`": (summary["build_s"], 5, "s"),
         "the same in CPU time": (summary["build_cpu_s"], None, "s"),
@@ -143,7 +143,7 @@ def main() -> None:
     known = summary["environment"]
     lines.append(f"\n{runs} runs each, {size:,} bytes, Python {known['python']}, torch {known['torch']}, CPU.")
     text = "\n".join(lines) + "\n"
-    writing.write_bytes(out / "README.md", text.encode())
+    files.write_bytes(out / "README.md", text.encode())
     print(text)
 
 

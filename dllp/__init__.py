@@ -1,18 +1,17 @@
 """dllp: neural networks made small, with a posterior that says how far to trust what is left."""
 
-# ruff: noqa: E402
-from dllp.signals import while_loading
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-while_loading()  # before what takes seconds to load
+__version__ = "0.1.0"
 
-from dllp.api import prune, train_dense
-from dllp.config import Config
-from dllp.errors import ArtifactError, ConfigError, DataError, DllpError, StructureError
-from dllp.evaluation.sampling import sample_gates
-from dllp.posterior import Posterior, Prediction
-from dllp.result import Result, load
-from dllp.training.trainer import EpochRecord
-from dllp.version import __version__
+if TYPE_CHECKING:
+    from dllp.api import Result, load, prune, train_dense
+    from dllp.config import Config
+    from dllp.errors import ArtifactError, ConfigError, DataError, DllpError, StructureError
+    from dllp.evaluation.sampling import sample_gates
+    from dllp.posterior import Posterior, Prediction
+    from dllp.records import EpochRecord
 
 __all__ = [
     "ArtifactError",
@@ -31,3 +30,24 @@ __all__ = [
     "sample_gates",
     "train_dense",
 ]
+_HOMES = {
+    "dllp.api": ("Result", "load", "prune", "train_dense"),
+    "dllp.config": ("Config",),
+    "dllp.errors": ("ArtifactError", "ConfigError", "DataError", "DllpError", "StructureError"),
+    "dllp.evaluation.sampling": ("sample_gates",),
+    "dllp.posterior": ("Posterior", "Prediction"),
+    "dllp.records": ("EpochRecord",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name when it is first asked for: `dllp --help` must not wait for PyTorch."""
+    for module, names in _HOMES.items():
+        if name in names:
+            value = globals()[name] = getattr(import_module(module), name)
+            return value
+    raise AttributeError(f"module 'dllp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -4,32 +4,116 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from dllp import notebook
-from dllp.collect import collect
+from dllp import files, notebook
 from dllp.config import SPIKE_AND_SLAB, Config
 from dllp.data import StreamBatches
+from dllp.devices.device import environment
 from dllp.devices.mesh import Place
 from dllp.devices.ranks import Ranks
 from dllp.devices.torch_context import undisturbed
 from dllp.errors import ConfigError, NumericsError, StructureError
+from dllp.posterior import Posterior, posterior_of
 from dllp.prepare import Data, Source, check_parts, make_gating, prepare
-from dllp.result import Result
+from dllp.records import EpochRecord, ExtractedParticle, Size
+from dllp.runs import artifacts
+from dllp.runs import result as stored
 from dllp.runs.checkpoints import State
 from dllp.runs.shared_checkpoints import AnyCheckpoints
-from dllp.structure.groups import WEIGHTS_INSTEAD, FilterFn
+from dllp.structure.groups import WEIGHTS_INSTEAD, FilterFn, Structure
+from dllp.structure.trace import check_network
 from dllp.training import health
+from dllp.training.extract import costs, extract
 from dllp.training.gating import ChannelGating, WeightGating
 from dllp.training.particles import Particles
 from dllp.training.state import begin_snapshot, changing, restore, snapshot, unsound
-from dllp.training.trainer import EpochRecord, Trainer
+from dllp.training.trainer import Trainer
 
 OnEpoch = Callable[[EpochRecord], None]
 OnStep = Callable[[Trainer], None]
 ROLLBACKS = 3
 """How often a run may go back to its last checkpoint with half the learning rate."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A pruned network and everything known about it.
+
+    Attributes:
+        config: The configuration of the run, every default filled in.
+        particles: The extracted particles, M_p and M_0 of each.
+        posterior: Predicts with all extracted particles.
+        history: One record for each epoch.
+        dense, sizes: Costs of the original network and of each extracted one.
+        gates: Gate logits (n, U), decisions (n, U), slab precisions (n, modules) and noise 1/d^2 (n,).
+        widths: Kept and original channels (or weights) of each group, for each particle.
+        whole: Groups that were kept whole, and why.
+        info: Versions and hardware of the run, and whatever a caller adds.
+    """
+
+    config: Config
+    particles: list[ExtractedParticle]
+    posterior: Posterior
+    history: list[dict[str, Any]]
+    dense: Size
+    sizes: list[Size]
+    gates: dict[str, Tensor]
+    widths: dict[str, list[int]]
+    whole: dict[str, str] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def slabs(self) -> list[ExtractedParticle]:
+        """The name of `particles` in version 0.1.0."""
+        return self.particles
+
+    @property
+    def model(self) -> nn.Module:
+        """M_p, the pruned network: the slab part of the first particle."""
+        return self.particles[0].network
+
+    @property
+    def reference(self) -> nn.Module:
+        """M_0, the first particle in its full shape."""
+        return self.particles[0].reference
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        sizes = [vars(size) for size in self.sizes]
+        return notebook.summary(self.config, vars(self.dense), sizes, self.widths, self.history)
+
+    def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
+        """Write the run into a new or empty folder, whole or not at all; `overwrite` replaces a run. Returns it."""
+        folder = files.as_path(folder)
+        with artifacts.new_folder(folder, overwrite) as temporary:
+            self.write_networks(temporary)
+            self.write_run(temporary)
+        return folder
+
+    def write_networks(self, folder: Path) -> None:
+        """The extracted networks and the gates."""
+        stored.write_networks(folder, self.particles, self.gates)
+
+    def write_run(self, folder: Path) -> None:
+        """run.json, the last file: where it is, a run is finished."""
+        rest = {name: getattr(self, name) for name in ("widths", "whole", "history", "info")}
+        stored.write_run(folder, self.config, self.particles, self.dense, self.sizes, **rest)
+
+
+@undisturbed()
+def load(folder: str | Path, model: nn.Module) -> Result:
+    """A saved run, given a fresh instance of the original network; reads JSON and safetensors only."""
+    folder = files.as_path(folder)
+    check_network(model)
+    found = stored.read(folder, model)
+    networks = [particle.network for particle in found["particles"]]
+    return Result(posterior=posterior_of(networks, found["gates"]["noise"], found["config"]), **found)
 
 
 @undisturbed()
@@ -79,7 +163,7 @@ def prune(
         gating = make_gating(model, structure, particles, config, filter_fn)
         return _trainer(particles, gating, config, batches, place)
 
-    return collect(_train(build, place, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
+    return _collect(_train(build, place, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
 
 
 @undisturbed()
@@ -103,7 +187,7 @@ def train_dense(
     def build(place: Place) -> Trainer:
         return _trainer(Particles.start(model, config, batches.device, place.own), None, config, batches, place)
 
-    return collect(_train(build, place, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
+    return _collect(_train(build, place, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
 
 
 def _resolved(config: Config | None) -> Config:
@@ -172,7 +256,8 @@ def _train(
 
     def after_step(trainer: Trainer) -> None:
         if live is not None:
-            live.step(trainer)
+            last = trainer.history[-1] if trainer.history else None
+            live.step(trainer.step_index, trainer.total_steps, trainer.config, last)
         if on_step is not None:
             on_step(trainer)
         if checkpoints is not None:
@@ -222,3 +307,43 @@ def healthy_snapshot(trainer: Trainer) -> Callable[[], State]:
     if trouble:
         raise trainer.broken(health.find(trainer) or trouble, trainer.step_index)
     return begin_snapshot(trainer, found)
+
+
+def _collect(trainer: Trainer, structure: Structure, example: Tensor) -> Result:
+    """Extract every particle of a finished run and count what it costs."""
+    extracted = extract(trainer.particles, trainer.gating, trainer.belief.keep, example)
+    belief = trainer.belief
+    noise = belief.noise().cpu()
+    dense = Size(structure.flops.dense, round(structure.params.dense))
+    sizes, widths = [dense] * len(extracted), {}
+    gating, keep = trainer.gating, belief.keep
+    if gating is not None and keep is not None:
+        sizes, widths = costs(gating, keep)
+    empty = torch.zeros(len(extracted), 0, dtype=torch.bool)
+    ordered = gating.in_order if gating is not None else lambda values: values
+    return Result(
+        config=trainer.config,
+        particles=extracted,
+        posterior=posterior_of([particle.network for particle in extracted], noise, trainer.config),
+        history=[record.as_dict() for record in trainer.history],
+        dense=dense,
+        sizes=sizes,
+        gates={
+            "logits": ordered(belief.logits).cpu(),
+            "keep": (empty if keep is None else ordered(keep)).cpu(),
+            "slab": belief.log_slab.exp().cpu(),
+            "noise": noise,
+        },
+        widths=widths,
+        whole=dict(structure.whole if gating is None else gating.whole),
+        info=environment(trainer.particles.device) | _log_prior(trainer),
+    )
+
+
+def _log_prior(trainer: Trainer) -> dict[str, Any]:
+    """What the prior says of each particle, and N, by which it counts in the mean log-posterior (Section 2)."""
+    if trainer.gating is None:
+        return {}
+    with torch.no_grad():
+        values = trainer.belief.log_prior(trainer.particles.rows)
+    return {"log_prior": values.tolist(), "num_data": trainer.num_data}

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dllp.config import Config
-from dllp.training.trainer import Trainer
+from dllp.records import EpochRecord
 
 PAUSE = 0.5
 """Seconds between two updates within an epoch."""
@@ -36,21 +36,20 @@ class Live:
         self.html, self.began, self.shown, self.first = HTML, time.monotonic(), 0.0, 0
         self.handle: Any = display(HTML(self._markup(0, 1, "starting")), display_id=True)
 
-    def step(self, trainer: Trainer) -> None:
-        """After each step; looks at no tensor."""
-        now, done, total = time.monotonic(), trainer.step_index, trainer.total_steps
+    def step(self, done: int, total: int, config: Config, last: EpochRecord | None) -> None:
+        """After each step, of which `done` of `total` are taken; `last` is the record of the last whole epoch."""
+        now = time.monotonic()
         self.first = self.first or done  # a run that goes on does not start at 1
         if now - self.shown < PAUSE and done < total:
             return
         self.shown = now
         rate = (done - self.first + 1) / max(now - self.began, 1e-9)
-        epochs = trainer.config.epochs
-        epoch = min(done // trainer.steps_per_epoch + 1, epochs)
-        parts = [f"epoch {epoch}/{epochs}", f"{rate:.1f} steps/s", f"{(total - done) / rate:.0f} s left"]
-        if trainer.history:
-            record, target = trainer.history[-1], trainer.config.budget[1]
+        epoch = min(done * config.epochs // total + 1, config.epochs)
+        parts = [f"epoch {epoch}/{config.epochs}", f"{rate:.1f} steps/s", f"{(total - done) / rate:.0f} s left"]
+        if last is not None:
+            target = config.budget[1]
             goal = f" (target {target:g})" if target is not None else ""
-            parts += [f"loss {_mean(record.loss):.4f}", f"cost {_mean(record.cost):.3f}{goal}"]
+            parts += [f"loss {_mean(last.loss):.4f}", f"cost {_mean(last.cost):.3f}{goal}"]
         self.handle.update(self.html(self._markup(done, total, " · ".join(parts))))
 
     def _markup(self, done: int, total: int, text: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from dllp.config import Config
 from dllp.errors import ConfigError, DataError, check_count, first_line
 from dllp.method import objective
 from dllp.structure.trace import UNFIT
@@ -109,6 +110,11 @@ class Posterior:
             return replace(decompose(members), noise=noise.mean(0))
         mean, spread = members.mean(0), members.var(0, correction=0)
         return Prediction(members, mean, noise.mean(0)[:, None].expand_as(mean), spread, noise=noise.mean(0))
+
+
+def posterior_of(networks: Sequence[nn.Module], noise: Tensor, config: Config) -> Posterior:
+    """Networks that were trained by `config`, and the noise (n,) of each, as a posterior."""
+    return Posterior(networks, noise, config.task, head=config.noise == "input")
 
 
 def decompose(members: Tensor) -> Prediction:

@@ -19,7 +19,8 @@ from dllp.data.bad import LeftOut
 from dllp.data.download import Progress
 from dllp.devices.device import find_device
 from dllp.errors import ConfigError
-from dllp.training.trainer import EpochRecord, Trainer
+from dllp.records import EpochRecord
+from dllp.training.trainer import Trainer
 from paper import cluster, plans, run, tables
 from paper.jobs import Runner
 from paper.launch import Spread

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dllp import zoo
-from dllp.api import prune, train_dense
+from dllp.api import Result, prune, train_dense
 from dllp.baselines import find as find_baseline
 from dllp.baselines import run as baseline
 from dllp.baselines.run import FINETUNE_LR
@@ -25,12 +25,12 @@ from dllp.data.arrays import CHUNK_ELEMENTS, Augment
 from dllp.devices.device import environment, find_device
 from dllp.evaluation import metrics, weight_analysis
 from dllp.posterior import Posterior
-from dllp.result import Result, Size
+from dllp.records import EpochRecord, Size
 from dllp.structure.groups import Structure, discover
 from dllp.structure.select import select
 from dllp.structure.slicing import cut
 from dllp.structure.slicing import recipe as kept_channels
-from dllp.training.trainer import EpochRecord, Trainer
+from dllp.training.trainer import Trainer
 from paper.recipes import recipe, short
 from paper.splits import CLEAN, Split, Splits
 

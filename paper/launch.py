@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from dllp.errors import WorkerError
-from dllp.signals import Stop
+from dllp.runs.signals import Stop
 from paper.jobs import Job
 from paper.plans import Planned
 from paper.run import Book, describe

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dllp import writing
+from dllp import files
 
 PANEL = (3.4, 2.8)
 """Inches."""
@@ -38,4 +38,4 @@ def panels(path: Path, count: int, columns: int | None = None) -> Iterator[list[
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "dllp", "svg.fonttype": "none"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
-    writing.write_bytes(path, buffer.getvalue())
+    files.write_bytes(path, buffer.getvalue())

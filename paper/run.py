@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dllp import writing
+from dllp import files
 from dllp.errors import ArtifactError, DllpError
 from paper import figures_2_5, figures_3_4, pictures, reliability
 from paper.attempt import attempt
@@ -153,8 +153,8 @@ def write_summary(table: Table, store: Store, variant: Variant) -> dict[str, Any
         where = f"{store.runs} or {FIGURES}" if store.judged.exists() else f"{store.runs}"
         way = "remove its line, and its job runs again"
         raise ArtifactError(f"{where}: a run is not one of {table.name} ({error!r}): {way}") from None
-    writing.write_json(store.folder / SUMMARY, summary)
-    writing.write_bytes(store.folder / MARKDOWN, TEXTS.get(table.name, markdown)(table, summary).encode())
+    files.write_json(store.folder / SUMMARY, summary)
+    files.write_bytes(store.folder / MARKDOWN, TEXTS.get(table.name, markdown)(table, summary).encode())
     for row in table.rows:
         if row.predictions == "judged":
             for line in table.members(row, lines, variant):

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from dllp import reading, writing
+from dllp import files
 from dllp.data import npy
 from dllp.errors import ArtifactError
 
@@ -80,9 +80,7 @@ class Store:
             probabilities: (n, B, C) by version of the test set, and `labels` (B,).
         """
         place, arrays = self._arrays(line["digest"]), pack(probabilities) if probabilities else None
-        return self._append(
-            self.runs, line, (lambda: writing.write_bytes(place, arrays)) if arrays else None, once=True
-        )
+        return self._append(self.runs, line, (lambda: files.write_bytes(place, arrays)) if arrays else None, once=True)
 
     def figures(self, digest: str, date: str | None) -> dict[str, Any] | None:
         """What was computed from a job's probabilities here or in a source; None where nothing was.
@@ -134,7 +132,7 @@ class Store:
             where = f"{self.judged} holds no figures of that run either"
             way = f"remove its line from {RUNS}, and it runs again"
             raise ArtifactError(f"{held[0]} is missing, and {where}: {way}")
-        with reading.open_plain(path) as file:
+        with files.open_plain(path) as file:
             try:
                 stored = unpack(file)
                 labels = stored.pop(LABELS)
@@ -158,7 +156,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     found = []
-    *whole, last = reading.read_bytes(path, RUNS_BYTES).split(b"\n")
+    *whole, last = files.read_bytes(path, RUNS_BYTES).split(b"\n")
     for number, text in enumerate(whole, start=1):
         line = _parse(text)
         if line is not None:
@@ -196,7 +194,7 @@ def unpack(file: BinaryIO) -> dict[str, np.ndarray]:
     result: dict[str, np.ndarray] = {}
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
-        if len(members) > MOST_ARRAYS or sum(member.file_size for member in members) > min(ARRAYS_BYTES, reading.cap()):
+        if len(members) > MOST_ARRAYS or sum(member.file_size for member in members) > min(ARRAYS_BYTES, files.cap()):
             raise ValueError("too many arrays, or too large ones")
         for member in members:
             name = member.filename.removesuffix(".npy")
@@ -241,7 +239,7 @@ def shortened(probabilities: np.ndarray) -> np.ndarray:
 
 def _parse(text: bytes) -> dict[str, Any] | None:
     try:
-        line = reading.parse_json(text, RUNS)
+        line = files.parse_json(text, RUNS)
     except ArtifactError:
         return None
     if not isinstance(line, dict) or not isinstance(line.get("digest"), str):

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from dllp import __version__
 from dllp.data import load
 from dllp.data.bad import LeftOut
 from dllp.devices.device import find_device
 from dllp.errors import DllpError, WorkerError
-from dllp.version import __version__
 from paper.attempt import Failed, attempt
 from paper.jobs import Job, Outcome, Runner
 from paper.run import check_data

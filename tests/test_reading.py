@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from dllp import data, reading
+from dllp import data, files
 from dllp.cli import options
 from dllp.cli.main import main
 from dllp.data import images as pictures_of
@@ -137,7 +137,7 @@ def test_large_images_are_told_by_their_header(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(DataError, match="8x8: more than 63 pixels"):
         data.load(pictures)
     monkeypatch.undo()
-    monkeypatch.setenv(reading.CAP_VARIABLE, "300")
+    monkeypatch.setenv(files.CAP_VARIABLE, "300")
     with pytest.raises(DataError, match="2 images of 8x8 take more than the 300 bytes"):
         data.load(pictures)
     with pytest.raises(DataError, match="image_size = 100000"):
@@ -157,12 +157,12 @@ def test_class_folders_need_names_that_are_text(tmp_path: Path) -> None:
 def test_the_cap_is_stated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file({"a": torch.zeros(100)}, tmp_path / "a.safetensors")
     folder = npy(tmp_path / "arrays", np.zeros((4, 30), np.float32), np.arange(4) % 2)
-    monkeypatch.setenv(reading.CAP_VARIABLE, "399")
+    monkeypatch.setenv(files.CAP_VARIABLE, "399")
     with pytest.raises(ArtifactError, match="400 bytes of tensors, more than the 399"):
         artifacts.read_tensors(tmp_path / "a.safetensors")
     with pytest.raises(DataError, match="480 bytes, more than the 399"):
         data.load(folder)
-    monkeypatch.setenv(reading.CAP_VARIABLE, "much")
+    monkeypatch.setenv(files.CAP_VARIABLE, "much")
     with pytest.raises(ConfigError, match="DLLP_MAX_BYTES = 'much'"):
         artifacts.read_tensors(tmp_path / "a.safetensors")
 
@@ -178,8 +178,8 @@ def test_the_cap_is_stated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (b"[" * 10**5, "nested too deeply"),
         (b"\xff", "not valid JSON"),
         (b"\xef\xbb\xbf{}", "not valid JSON"),
-        (b" " * (reading.JSON_BYTES + 1), "bytes"),
-        (b"," * (reading.JSON_VALUES + 1), "too large for JSON"),
+        (b" " * (files.JSON_BYTES + 1), "bytes"),
+        (b"," * (files.JSON_VALUES + 1), "too large for JSON"),
     ],
 )
 def test_json_that_is_refused(tmp_path: Path, content: bytes, words: str) -> None:

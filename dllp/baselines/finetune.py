@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dllp.api import train_dense
+from dllp.api import Result, train_dense
 from dllp.baselines.hooks import Verb, hooked
 from dllp.config import Config
+from dllp.posterior import posterior_of
 from dllp.prepare import Data
-from dllp.result import Result, posterior_of
 from dllp.structure.groups import Structure
 from dllp.structure.padding import fill, kept_places, padded, widened
 from dllp.structure.slicing import Recipe, cut, recipe, restrict
@@ -37,8 +37,8 @@ def in_lanes(whole: nn.Module, structure: Structure, keep: Tensor) -> Verb:
         fill(wide, model, places)
         result = hooked(train_dense, lambda trainer: _hold(trainer, places))(wide, data, config, **rest)
         small = cut(result.model, inner)
-        slabs = [replace(result.slabs[0], network=small, reference=small)]
-        return replace(result, slabs=slabs, posterior=posterior_of([small], result.gates["noise"], config))
+        particles = [replace(result.particles[0], network=small, reference=small)]
+        return replace(result, particles=particles, posterior=posterior_of([small], result.gates["noise"], config))
 
     return run
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dllp.api import OnStep, train_dense
-from dllp.result import Result
+from dllp.api import OnStep, Result, train_dense
 from dllp.training.trainer import Trainer
 
 Verb = Callable[..., Result]

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dllp.api import train_dense
+from dllp.api import Result, train_dense
 from dllp.baselines.finetune import in_lanes
 from dllp.baselines.hooks import Verb, holding, hooked
 from dllp.baselines.protocol import Method, Scene
-from dllp.collect import costs
 from dllp.config import Config
 from dllp.devices.torch_context import undisturbed
 from dllp.errors import ConfigError, is_whole
+from dllp.posterior import posterior_of
 from dllp.prepare import Data, make_gating, prepare
-from dllp.result import Result, Size, posterior_of
+from dllp.records import Size
 from dllp.structure.groups import FilterFn, Structure
-from dllp.training.extract import extract
+from dllp.training.extract import costs, extract
 from dllp.training.gating import WeightGating
 from dllp.training.particles import Particles
 from dllp.training.trainer import Trainer
@@ -97,12 +97,14 @@ def prune(
     if not finetune_epochs:
         return Pruned(before, None)
     tuning = replace(recipe, epochs=finetune_epochs, lr=finetune_lr * recipe.lr, init="given", warmup=0.0)
-    slab = before.slabs[0]
-    verb = holding(slab.gated) if slab.gated else in_lanes(slab.reference, structure, before.gates["keep"][0])
-    tuned = train(verb, FINETUNED, slab.network, data, tuning)
+    particle = before.particles[0]
+    verb = (
+        holding(particle.gated) if particle.gated else in_lanes(particle.reference, structure, before.gates["keep"][0])
+    )
+    tuned = train(verb, FINETUNED, particle.network, data, tuning)
     after = replace(
         before,
-        slabs=[replace(slab, network=tuned.model)],
+        particles=[replace(particle, network=tuned.model)],
         posterior=tuned.posterior,
         gates={**before.gates, "noise": tuned.gates["noise"]},
         history=before.history + [{**r, "epoch": r["epoch"] + config.epochs} for r in tuned.history],
@@ -172,17 +174,17 @@ def sample(batches: Any) -> Tensor:
 def _cut(method: Method, scene: Scene, scores: Tensor, trained: Result, example: Tensor) -> Result:
     """Cut what the scores give up, verify that it equals the gated network, and let the method repair the rest."""
     keep = scene.select(scores)[None].to(scene.particles.device)
-    slab = extract(scene.particles, scene.gating, keep, example)[0]
+    particle = extract(scene.particles, scene.gating, keep, example)[0]
     if not isinstance(scene.gating, WeightGating):
-        method.repair(slab.network.to(scene.particles.device), slab.recipe, scene)
-        slab.network.cpu()
+        method.repair(particle.network.to(scene.particles.device), particle.recipe, scene)
+        particle.network.cpu()
     sizes, widths = costs(scene.gating, keep)
     noise = trained.gates["noise"]
     return replace(
         trained,
         config=scene.config,
-        slabs=[slab],
-        posterior=posterior_of([slab.network], noise, scene.config),
+        particles=[particle],
+        posterior=posterior_of([particle.network], noise, scene.config),
         dense=Size(scene.structure.flops.dense, round(scene.structure.params.dense)),
         sizes=sizes,
         gates={

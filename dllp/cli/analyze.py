@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dllp import writing
+from dllp import files
 from dllp.baselines import METHODS, hyperparameters
 from dllp.cli import export
 from dllp.cli.task import DENSE_FILE
@@ -25,7 +25,7 @@ def analyze(given: dict[str, Any]) -> None:
         artifacts.read_network(folder / DENSE_FILE, dense)
     report = weight_analysis.analyze(result, given.get("particle", 1) - 1, dense)
     if "json" in given:
-        writing.write_json(Path(given["json"]), {"folder": str(folder), **report}, named=True)
+        files.write_json(Path(given["json"]), {"folder": str(folder), **report}, named=True)
     if not given.get("quiet"):
         print(weight_analysis.text(report))
 
@@ -46,7 +46,7 @@ def methods(given: dict[str, Any]) -> None:
     own = {"name": "dllp", "removes": "channels or weights", "year": 2023, "paper": OWN_PAPER}
     own |= {"hyperparameters": {}, "published": []}
     if "json" in given:
-        writing.write_json(Path(given["json"]), [own, *listed], named=True)
+        files.write_json(Path(given["json"]), [own, *listed], named=True)
     width = max(len(entry["name"]) for entry in listed)
     for entry in (own, *listed):
         figures = "".join(f"; {f['network']}: {f['drop']:g} lost at -{f['removed']:g}%" for f in entry["published"])

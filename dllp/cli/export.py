@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from dllp import writing
+from dllp import files
+from dllp.api import Result, load
 from dllp.cli import options, progress, prune
 from dllp.cli.task import SETTINGS, Task, described, outputs
 from dllp.deploy import export as exporting
 from dllp.deploy import speed as measuring
 from dllp.devices import device as devices
 from dllp.errors import ArtifactError, ConfigError
-from dllp.result import Result, load
 from dllp.runs import artifacts
 
 
@@ -61,12 +61,12 @@ def speed(given: dict[str, Any]) -> None:
         "layers": [vars(layer) | {"lost_ms": layer.lost_ms} for layer in layers],
     }
     if "json" in given:
-        writing.write_json(Path(given["json"]), report, named=True)
+        files.write_json(Path(given["json"]), report, named=True)
     if not given.get("quiet"):
         progress.show_speed(rows, layers, f"{given['folder']}: particle {given.get('particle', 1)} against dense")
     if given.get("particle", 1) == 1:  # the one that the report speaks of
         try:
-            writing.write_json(Path(given["folder"]) / artifacts.SPEED, report)
+            files.write_json(Path(given["folder"]) / artifacts.SPEED, report)
         except ArtifactError as error:
             prune.warn(f"{error}; the report will not show these times")
 

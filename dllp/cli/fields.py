@@ -11,8 +11,8 @@ from typing import Any
 
 from jsonargparse import ActionYesNo, ArgumentParser, DefaultHelpFormatter
 
+from dllp import __version__
 from dllp.config import types_of
-from dllp.version import __version__
 
 SUITED = ("epochs", "batch_size", "init", "task")
 """Fields of Config whose default depends on data and network."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dllp.api import load
 from dllp.cli import analyze, export, options, progress, prune, report
 from dllp.cli.task import DENSE_FILE, SETTINGS, Task, as_trained, described, disk, outputs, subset
 from dllp.data import ArrayData
@@ -23,9 +24,9 @@ from dllp.devices.ranks import number
 from dllp.errors import ConfigError, DllpError, Interrupted, check_count
 from dllp.evaluation import evaluate
 from dllp.evaluation.sampling import sample_gates
-from dllp.result import load, posterior_of
+from dllp.posterior import posterior_of
 from dllp.runs import artifacts
-from dllp.signals import loaded
+from dllp.runs.signals import loaded
 from paper import command as bench
 from paper.launch import KEPT
 

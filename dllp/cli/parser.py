@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from dllp import reading
+from dllp import files
 from dllp.cli.commands import COMMANDS
 from dllp.cli.fields import new_parser
 from dllp.cli.mistakes import plain
@@ -20,7 +20,7 @@ def parse(words: Iterable[str]) -> tuple[str, dict[str, Any]]:
     """The command, and what the user gave for it; nothing that was not given."""
     words = list(words)
     for word in words:
-        reading.check_name(word)
+        files.check_name(word)
     parser = new_parser(
         ", ".join(COMMANDS), ABOUT, "`dllp COMMAND --help` explains a command and shows examples.", prog="dllp"
     )

@@ -20,7 +20,8 @@ from dllp.deploy.speed import LayerTime, headline, holding_back
 from dllp.deploy.speed import Row as SpeedRow
 from dllp.deploy.speed import describe as describe_speed
 from dllp.evaluation.evaluate import CLEAN, OUTSIDE, TOGETHER, Efficiency, Evaluation, Row
-from dllp.training.trainer import EpochRecord, Trainer
+from dllp.records import EpochRecord
+from dllp.training.trainer import Trainer
 
 try:
     import resource

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from dllp import api, writing, zoo
+from dllp import api, files, zoo
+from dllp.api import Result
 from dllp.baselines import find as find_method
 from dllp.baselines import run as baseline
 from dllp.cli import options, progress
@@ -26,15 +27,15 @@ from dllp.devices.device import WORKSPACE, WORKSPACES, find_device
 from dllp.devices.ranks import Ranks, joined, restarts
 from dllp.errors import ConfigError, Interrupted, NumericsError, RankError
 from dllp.evaluation import evaluate, examples
-from dllp.posterior import Posterior
-from dllp.result import Result, posterior_of
+from dllp.posterior import Posterior, posterior_of
+from dllp.records import EpochRecord
 from dllp.runs import artifacts, pretrained
 from dllp.runs.checkpoints import Checkpoints
 from dllp.runs.folder import RunFolder, Signals
 from dllp.runs.shared_checkpoints import AnyCheckpoints, SharedCheckpoints
 from dllp.training import health
 from dllp.training.state import FREE
-from dllp.training.trainer import EpochRecord, Trainer
+from dllp.training.trainer import Trainer
 
 OWN = (
     "out", "overwrite", "resume", "config", "quiet", "trust_imports", "checkpoint_steps", "checkpoint_minutes",
@@ -304,6 +305,6 @@ def check_import(task: Task, given: dict[str, Any], whose: str) -> None:
 
 
 def write_rows(path: Path, task: Task, rows: Sequence[evaluate.Row], *, named: bool = False, **besides: Any) -> None:
-    """The table of an evaluation and whatever belongs to it, as JSON; `named` as in `writing.write_json`."""
+    """The table of an evaluation and whatever belongs to it, as JSON; `named` as in `files.write_json`."""
     report = {"data": task.data, "split": task.split, "model": task.model, "rows": evaluate.as_dict(rows)}
-    writing.write_json(path, report | besides, named=named)
+    files.write_json(path, report | besides, named=named)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dllp import report, writing
+from dllp import files, report
 from dllp.cli import export, options, progress, prune
 from dllp.cli.task import DENSE_FILE, SETTINGS, Task
 from dllp.data import Dataset
@@ -18,8 +18,8 @@ from dllp.deploy import speed as measuring
 from dllp.devices.device import find_device
 from dllp.errors import DataError, DllpError
 from dllp.evaluation import evaluate, examples
+from dllp.posterior import posterior_of
 from dllp.report import contents, gallery
-from dllp.result import posterior_of
 from dllp.runs import artifacts
 
 LAYER_BATCH = 16
@@ -40,7 +40,7 @@ def write(given: dict[str, Any]) -> None:
         tell("drawing")
         page = report.build(runs)
     path = Path(given.get("out") or (folders[0] / artifacts.PAGE if alone else artifacts.PAGE))
-    (writing.write_named if "out" in given else writing.write_bytes)(path, page)
+    (files.write_named if "out" in given else files.write_bytes)(path, page)
     if not given.get("quiet"):
         print(f"{path}: {len(page):,} bytes, opens in any browser")
 
@@ -107,7 +107,9 @@ def _measured(folder: Path, given: dict[str, Any]) -> contents.Speed:
     result, shape, _ = export.open_run(_of(folder, given))
     dense, pruned = measuring.subjects(result, shape, round_to=1)
     rows = measuring.measure_torch([dense, pruned], shape)
-    layers = measuring.torch_layers(dense, pruned, shape, batch=LAYER_BATCH, runs=3) if result.slabs[0].recipe else []
+    layers = (
+        measuring.torch_layers(dense, pruned, shape, batch=LAYER_BATCH, runs=3) if result.particles[0].recipe else []
+    )
     return contents.Speed(rows, layers, "a brief look in PyTorch; dllp speed measures more")
 
 

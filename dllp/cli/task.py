@@ -13,7 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from dllp import reading, zoo
+from dllp import files, zoo
+from dllp.api import Result
 from dllp.baselines import find as find_method
 from dllp.config import Config
 from dllp.data import ArrayData, Dataset, stratified
@@ -23,7 +24,6 @@ from dllp.data.download import Progress
 from dllp.data.ood import without
 from dllp.errors import ArtifactError, ConfigError, DataError, first_line
 from dllp.evaluation.evaluate import DENSE
-from dllp.result import Result
 from dllp.runs import artifacts
 
 SETTINGS, DENSE_FILE = "config.yaml", "dense.safetensors"
@@ -108,7 +108,7 @@ class Task:
         if self.weights:
             paths["weights"] = str(Path(self.weights).resolve())
         for path in paths.values():
-            reading.check_name(path)  # the current folder may be what cannot be written down
+            files.check_name(path)  # the current folder may be what cannot be written down
         return replace(self, **paths)
 
     def config(self, values: Mapping[str, Any], data: Dataset | None = None) -> Config:
@@ -248,7 +248,7 @@ def subset(data: ArrayData, fraction: float, seed: int) -> ArrayData:
 
 def disk(folder: Path, result: Result) -> dict[str, int]:
     """Bytes of every network of a run folder, by the name of its row."""
-    sizes = {f"particle {i + 1}": artifacts.network_bytes(folder, i) for i in range(len(result.slabs))}
+    sizes = {f"particle {i + 1}": artifacts.network_bytes(folder, i) for i in range(len(result.particles))}
     if (folder / DENSE_FILE).exists():
         sizes[DENSE] = artifacts.member(folder, DENSE_FILE).stat().st_size
     return sizes

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from dllp.errors import ConfigError
-from dllp.training.trainer import EpochRecord, Trainer
+from dllp.records import EpochRecord
+from dllp.training.trainer import Trainer
 
 FOLDER = "tensorboard"
 """Inside the run folder."""

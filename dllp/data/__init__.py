@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dllp import reading
+from dllp import files
 from dllp.data import cifar10, digits, folder, large, npy, shards
 from dllp.data.arrays import ArrayData, Augment, Batches
 from dllp.data.bad import MAX_BAD, Tell, share
@@ -131,7 +131,7 @@ def _from_path(path: Path, image_size: int | None, options: dict[str, Any]) -> D
         raise DataError(f"no data set and no folder is called {path}: give {', '.join(names())} or a folder")
     if npy.present(path):
         for file in npy.FILES:
-            reading.contained(path, path / file, DataError)
+            files.contained(path, path / file, DataError)
         data = _from_npy(path)
         _check_side(str(path), image_size, *data.train.shape[1:])
         return data

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 
-from dllp import reading
+from dllp import files
 from dllp.errors import DataError
 
 PIXELS = 3 * 32 * 32
@@ -45,7 +45,7 @@ def read_folder(folder: Path, version: Version) -> list[Arrays]:
     for name in version.members():
         path = folder / name
         try:
-            content = reading.read_bytes(path, SIZE_LIMIT, DataError)
+            content = files.read_bytes(path, SIZE_LIMIT, DataError)
         except DataError as error:
             raise DataError(f"{error}: extract {version.archive} again") from None
         parts.append(version.decode(content, str(path)))
@@ -58,7 +58,7 @@ def read_archive(path: Path, version: Version) -> list[Arrays]:
     found: dict[str, Arrays] = {}
     try:
         with (
-            reading.open_plain(path, DataError) as packed,
+            files.open_plain(path, DataError) as packed,
             gzip.GzipFile(fileobj=packed) as unpacked,
             tarfile.open(fileobj=cast("io.BytesIO", _Limited(unpacked)), mode="r|") as tar,
         ):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dllp import reading
+from dllp import files
 from dllp.data import images, workers
 from dllp.data.arrays import ArrayData, Augment
 from dllp.data.augment import PADDING
@@ -61,7 +61,7 @@ def flat(folder: Path, size: tuple[int, int], max_bad: str | float = 0.0) -> tor
     paths = [p for place in places for p in sorted(_listed(place)) if p.suffix.lower() in images.SUFFIXES]
     if not paths:
         raise DataError(f"{folder} holds no image ({', '.join(sorted(images.SUFFIXES))}): give another folder")
-    names = [str(reading.contained(folder, path, DataError).relative_to(folder)) for path in paths]
+    names = [str(files.contained(folder, path, DataError).relative_to(folder)) for path in paths]
     return _decode(of_files(folder, names), (size[1], size[0]), Tally(len(paths), max_bad), resize=True)[0]
 
 
@@ -102,10 +102,10 @@ def _listed(folder: Path) -> list[Path]:
 def _decode(sources: Sources, size: tuple[int, int], tally: Tally, resize: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Pixels, and which images they are: each is opened once, by threads, for Pillow decodes without Python's lock."""
     width, height = size
-    if len(sources) * 3 * height * width > reading.cap():
+    if len(sources) * 3 * height * width > files.cap():
         raise DataError(
-            f"{len(sources)} images of {width}x{height} take more than the {reading.cap()} bytes of "
-            f"${reading.CAP_VARIABLE}: give a smaller image_size"
+            f"{len(sources)} images of {width}x{height} take more than the {files.cap()} bytes of "
+            f"${files.CAP_VARIABLE}: give a smaller image_size"
         )
     pixels = np.empty((len(sources), 3, height, width), np.uint8)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dllp import reading
+from dllp import files
 from dllp.data import shards, sources
 from dllp.data.arrays import ArrayData, Augment
 from dllp.data.bad import MAX_BAD, Tally, Tell
@@ -77,8 +77,8 @@ def _present(folder: Path) -> list[str]:
 
 
 def _names(folder: Path, count: int) -> tuple[str, ...]:
-    path = reading.contained(folder, folder / NAMES, DataError)
-    text = reading.read_bytes(path, NAMES_BYTES, DataError).decode(errors="replace")
+    path = files.contained(folder, folder / NAMES, DataError)
+    text = files.read_bytes(path, NAMES_BYTES, DataError).decode(errors="replace")
     names = tuple(line.strip() for line in text.splitlines() if line.strip())
     if len(names) < count or not all(name.isprintable() for name in names):
         raise DataError(f"{path} names {len(names)} classes, but the labels need {count}: one name on each line")

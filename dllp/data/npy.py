@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from dllp import reading
+from dllp import files
 from dllp.errors import DataError
 
 FILES = ("train_x.npy", "train_y.npy", "test_x.npy", "test_y.npy")
@@ -46,13 +46,13 @@ def read_set(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarr
 
 def header(path: Path) -> tuple[tuple[int, ...], np.dtype]:
     """Shape and dtype of the array in `path`; the file's size must be what they say."""
-    with reading.open_plain(path, DataError) as file:
+    with files.open_plain(path, DataError) as file:
         shape, dtype, _ = read_header(file, os.fstat(file.fileno()).st_size, str(path))
     return shape, dtype
 
 
 def _load(path: Path) -> np.ndarray:
-    with reading.open_plain(path, DataError) as file:
+    with files.open_plain(path, DataError) as file:
         shape, dtype, fortran = read_header(file, os.fstat(file.fileno()).st_size, str(path))
         try:
             flat = np.fromfile(file, dtype, count=math.prod(shape))
@@ -82,6 +82,6 @@ def read_header(file: BinaryIO | io.BytesIO, size: int, place: str) -> tuple[tup
     declared, body = math.prod(shape) * dtype.itemsize, size - file.tell()
     if body != declared:
         raise DataError(f"{place} is damaged ({body} bytes of data, its header says {shape} {dtype}): write it again")
-    if declared > reading.cap():
-        raise DataError(f"{place} holds {declared} bytes, more than the {reading.cap()} of ${reading.CAP_VARIABLE}")
+    if declared > files.cap():
+        raise DataError(f"{place} holds {declared} bytes, more than the {files.cap()} of ${files.CAP_VARIABLE}")
     return shape, dtype, bool(fortran)

@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from dllp import reading
+from dllp import files
 from dllp.data.images import SUFFIXES
 from dllp.errors import DataError
 
@@ -42,7 +42,7 @@ def found(folder: Path) -> dict[str, list[Path]]:
     for path in sorted(folder.glob("*.tar")):
         match = _SHARD.fullmatch(path.name)
         if match:
-            splits.setdefault(match[1], []).append(reading.contained(folder, path, DataError))
+            splits.setdefault(match[1], []).append(files.contained(folder, path, DataError))
     return splits
 
 
@@ -50,7 +50,7 @@ def index(path: Path) -> np.ndarray:
     """(N,) of :data:`ENTRY`: every image of a shard, in its order there."""
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, int] = {}
-    with reading.open_plain(path, DataError) as file:
+    with files.open_plain(path, DataError) as file:
         for member in members(file, path):
             folder, _, base = member.name.rpartition("/")
             stem, _, suffix = base.partition(".")
@@ -93,7 +93,7 @@ def members(file: BinaryIO, path: Path) -> Iterator[Member]:
 def name_before(path: Path, offset: int) -> str:
     """The name in the header of the member whose bytes are at `offset`."""
     try:
-        with reading.open_plain(path, DataError) as file:
+        with files.open_plain(path, DataError) as file:
             header = _header(file, path, offset - BLOCK)
     except DataError:
         header = None

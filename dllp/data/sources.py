@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dllp import reading
+from dllp import files
 from dllp.data import shards
 from dllp.data.bad import Unreadable
 from dllp.data.images import SUFFIXES
@@ -61,7 +61,7 @@ class Sources:
         """The encoded image."""
         size = int(self.size[i])
         try:
-            return reading.read_part(self.path(i), int(self.offset[i]), None if size < 0 else size, LARGEST, DataError)
+            return files.read_part(self.path(i), int(self.offset[i]), None if size < 0 else size, LARGEST, DataError)
         except DataError as error:
             raise Unreadable(str(error)) from None
 
@@ -111,14 +111,14 @@ def _images(root: Path, folder: str) -> list[str]:
     for entry in _entries(root, folder):
         if os.path.splitext(entry.name)[1].lower() in SUFFIXES:
             if entry.is_symlink():
-                reading.contained(root, Path(entry.path), DataError)
+                files.contained(root, Path(entry.path), DataError)
             found.append(os.path.join(folder, entry.name))
     return sorted(found)
 
 
 def _entries(root: Path, folder: str) -> list[os.DirEntry[str]]:
     try:
-        with os.scandir(reading.contained(root, root / folder, DataError)) as found:
+        with os.scandir(files.contained(root, root / folder, DataError)) as found:
             return list(found)
     except OSError as error:
         raise DataError(f"cannot read {root / folder}: {error.strerror}") from None

@@ -15,12 +15,12 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from dllp import reading, writing
+from dllp import files
+from dllp.api import Result
 from dllp.devices.torch_context import undisturbed
 from dllp.errors import ConfigError, ExportError, check_count, first_line, is_whole
 from dllp.method.objective import split_noise
 from dllp.posterior import decompose, evaluating
-from dllp.result import Result
 from dllp.structure.groups import chosen_again, discover
 from dllp.structure.padding import fill, kept_places, kept_units, padded
 from dllp.training.extract import plain
@@ -138,12 +138,12 @@ def export(
         uint8: Take raw images and normalise them inside, as `result.info["data"]` says.
         pad_to: Add dead channels up to a multiple of this: the same function, on kernels that like such widths.
     """
-    path = reading.as_path(path)
+    path = files.as_path(path)
     format = format_of(path, format)
     if particle is not None and not is_whole(particle):
         raise ConfigError(f"particle = {particle!r:.60}: a whole number from 0 on is needed, or None for all of them")
-    if particle is not None and not 0 <= particle < len(result.slabs):
-        raise ConfigError(f"there is no particle {particle + 1}: the run has {len(result.slabs)}")
+    if particle is not None and not 0 <= particle < len(result.particles):
+        raise ConfigError(f"there is no particle {particle + 1}: the run has {len(result.particles)}")
     check_count(pad_to=pad_to)
     if not isinstance(shape, (tuple, list)) or not all(is_whole(n) and n > 0 for n in shape):
         raise ConfigError(f"shape = {shape!r:.60}: positive whole numbers are needed, such as (3, 32, 32)")
@@ -151,8 +151,8 @@ def export(
         raise ConfigError(f"{path} is a folder: give a file for the export, such as {path / ('model.' + format)}")
     if format == "onnx":
         require_onnx()
-    chosen = range(len(result.slabs)) if particle is None else [particle]
-    small = [result.slabs[i].network for i in chosen]
+    chosen = range(len(result.particles)) if particle is None else [particle]
+    small = [result.particles[i].network for i in chosen]
     wide = small if pad_to == 1 else [wider(result, i, shape, pad_to) for i in chosen]
     single = ("logits" if result.config.task == "classification" else "output", *(["noise"] if _head(result) else []))
     outputs = TOGETHER if particle is None else single
@@ -160,20 +160,20 @@ def export(
         network, reference = (_assembled(result, networks, particle, uint8, shape) for networks in (wide, small))
         content = packed(trace(network, inputs(2, shape, uint8)), outputs, format)
         difference = _check(reference, content, shape, uint8, format)
-    writing.write_named(path, content)
+    files.write_named(path, content)
     runtime = "onnxruntime" if format == "onnx" else "torch.export"
     return Exported(path, format, len(content), outputs, difference, runtime)
 
 
 def wider(result: Result, particle: int, shape: tuple[int, ...], multiple: int) -> nn.Module:
     """An extracted network with dead channels up to a multiple, its outputs unchanged."""
-    slab = result.slabs[particle]
-    if not slab.recipe:  # no channel is gone: there is none to add
-        return slab.network
-    whole = plain(slab.reference)
-    fill(whole, slab.network, kept_places(whole, slab.recipe))  # other methods train or mend what they have cut
+    chosen = result.particles[particle]
+    if not chosen.recipe:  # no channel is gone: there is none to add
+        return chosen.network
+    whole = plain(chosen.reference)
+    fill(whole, chosen.network, kept_places(whole, chosen.recipe))  # other methods train or mend what they have cut
     structure = discover(whole, inputs(2, shape), filter_fn=chosen_again(result.whole))
-    return padded(whole, structure, kept_units(whole, structure, slab.recipe), multiple)[0].eval()
+    return padded(whole, structure, kept_units(whole, structure, chosen.recipe), multiple)[0].eval()
 
 
 def _assembled(
@@ -233,7 +233,7 @@ def trace(network: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
 
 def save(program: torch.export.ExportedProgram, path: Path, outputs: tuple[str, ...], format: Format) -> None:
     """Write a graph as ONNX or pt2."""
-    writing.write_bytes(path, packed(program, outputs, format))
+    files.write_bytes(path, packed(program, outputs, format))
 
 
 def packed(program: torch.export.ExportedProgram, outputs: tuple[str, ...], format: Format) -> bytes:

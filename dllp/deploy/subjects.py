@@ -6,27 +6,27 @@ from typing import Any
 
 from torch import nn
 
+from dllp.api import Result
 from dllp.deploy.export import inputs
 from dllp.deploy.rows import DENSE, PRUNED, Subject
 from dllp.errors import ConfigError
-from dllp.result import Result
 from dllp.structure.groups import FilterFn, chosen_again, discover
 from dllp.structure.padding import kept_units, padded, rounded
 
 
 def subjects(result: Result, shape: tuple[int, ...], *, particle: int = 0, round_to: int = 8) -> list[Subject]:
     """Dense and pruned network of a run; with lost channels also both ways to multiples of `round_to`."""
-    if not 0 <= particle < len(result.slabs):
-        raise ConfigError(f"there is no particle {particle + 1}: the run has {len(result.slabs)}")
-    slab = result.slabs[particle]
+    if not 0 <= particle < len(result.particles):
+        raise ConfigError(f"there is no particle {particle + 1}: the run has {len(result.particles)}")
+    chosen = result.particles[particle]
     # counted here: inputs of another shape than the run's cost something else
     both = [
         Subject(name, network, discover(network, inputs(2, shape), channels=False).flops.dense)
-        for name, network in ((DENSE, slab.reference), (PRUNED, slab.network))
+        for name, network in ((DENSE, chosen.reference), (PRUNED, chosen.network))
     ]
-    if not slab.recipe:
+    if not chosen.recipe:
         return both
-    return [*both, *multiples(slab.reference, slab.recipe, shape, round_to, chosen_again(result.whole))]
+    return [*both, *multiples(chosen.reference, chosen.recipe, shape, round_to, chosen_again(result.whole))]
 
 
 def multiples(

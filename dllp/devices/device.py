@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from dllp import __version__
 from dllp.errors import ConfigError
-from dllp.version import __version__
 
 WORKSPACE, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 """cuBLAS repeats itself exactly with one of these workspaces only, and reads the variable when it starts."""

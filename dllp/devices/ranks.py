@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
+from dllp import __version__
 from dllp.devices.mesh import Axis, Place, connected
 from dllp.errors import ConfigError, DllpError, RankError
-from dllp.version import __version__
 
 T = TypeVar("T")
 Parallel = Literal["data", "particles", "both"]

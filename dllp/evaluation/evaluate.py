@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dllp.api import Result
 from dllp.data import ArrayData
 from dllp.data.corruptions import Corruption
 from dllp.devices.torch_context import undisturbed
 from dllp.errors import DataError
 from dllp.evaluation import metrics
 from dllp.method import efficiency, objective
-from dllp.posterior import Posterior, decompose
-from dllp.result import Result, Size, posterior_of
+from dllp.posterior import Posterior, decompose, posterior_of
+from dllp.records import Size
 
 CLEAN, OUTSIDE = "clean", "ood:"
 DENSE, TOGETHER, REFERENCES, DRAWN = "dense", "all particles", "all references", "drawn gates"
@@ -120,7 +121,9 @@ def measure(
     n, known = len(result.posterior), disk or {}
     groups = [_Group(result.posterior, [f"particle {i + 1}" for i in range(n)], TOGETHER, result.sizes, known)]
     if references:
-        whole = posterior_of([slab.reference for slab in result.slabs], result.posterior.noise, result.config)
+        whole = posterior_of(
+            [particle.reference for particle in result.particles], result.posterior.noise, result.config
+        )
         names = [f"reference {i + 1}" for i in range(n)]
         groups.insert(0, _Group(whole, names, REFERENCES, [result.dense] * n, known))
     if drawn is not None:

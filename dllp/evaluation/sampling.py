@@ -13,11 +13,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from dllp.api import Result
 from dllp.devices.torch_context import undisturbed
 from dllp.errors import ConfigError, DataError, check_count
 from dllp.method import gates
-from dllp.posterior import Posterior
-from dllp.result import Result, posterior_of
+from dllp.posterior import Posterior, posterior_of
 from dllp.structure.groups import chosen_again, discover
 from dllp.structure.slicing import Fold
 
@@ -49,12 +49,12 @@ def sample_gates(
         raise ConfigError("the run has no gates to draw: it is dense")
     generator = torch.Generator().manual_seed(seed)
     networks = []
-    for slab, row in zip(result.slabs, logits, strict=True):
-        fold = _fold(result, slab.reference, slab.gated, example)
+    for particle, row in zip(result.particles, logits, strict=True):
+        fold = _fold(result, particle.reference, particle.gated, example)
         for _ in range(draws):
             logistic = gates.logistic_noise(row.shape, generator)
             z = gates.relax(row, temperature, logistic) if temperature else gates.discretise(row + logistic).float()
-            networks.append(_gated(slab.reference, fold, z))
+            networks.append(_gated(particle.reference, fold, z))
     return posterior_of(networks, result.posterior.noise.repeat_interleave(draws), result.config)
 
 

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from dllp.api import Result
 from dllp.errors import ArtifactError, ConfigError, is_whole
 from dllp.method import weight_laws
-from dllp.result import Result
-from dllp.training.extract import Slab
+from dllp.records import ExtractedParticle
 from dllp.training.particles import Layout, kept_coordinates
 
 Array = NDArray[np.float64]
@@ -36,13 +36,13 @@ def analyze(result: Result, particle: int = 0, dense: nn.Module | None = None) -
     """
     if not is_whole(particle):
         raise ConfigError(f"particle = {particle!r:.60}: a whole number is needed, 0 for the first")
-    if not 0 <= particle < len(result.slabs):
-        raise ConfigError(f"the run has no particle {particle + 1}: choose from 1 to {len(result.slabs)}")
-    slab = result.slabs[particle]
-    parts = split(slab)
+    if not 0 <= particle < len(result.particles):
+        raise ConfigError(f"the run has no particle {particle + 1}: choose from 1 to {len(result.particles)}")
+    chosen = result.particles[particle]
+    parts = split(chosen)
     if not parts:
         raise ArtifactError("the run holds no convolution or linear weights: there is nothing to analyse")
-    reference = weights(dense if dense is not None else slab.reference)
+    reference = weights(dense if dense is not None else chosen.reference)
     named = {"particle": particle + 1, "granularity": result.config.granularity, "weights": "M_0 before, M_p kept"}
     return {**named, "reference": "M_0" if dense is None else "dense", **study(parts, reference)}
 
@@ -52,12 +52,12 @@ def record(result: Result) -> dict[str, Any]:
 
     Of all of them a sample of the kept weights, for later tests.
     """
-    first, *others = result.slabs
+    first, *others = result.particles
     parts = split(first)
     return {
         **study(parts, weights(first.reference)),
         "sample": _sample(_kept(parts)),
-        "others": [_brief(_kept(split(slab))) for slab in others],
+        "others": [_brief(_kept(split(other))) for other in others],
     }
 
 
@@ -84,15 +84,15 @@ def weights(network: nn.Module) -> dict[str, Array]:
     return {name: weight.detach().double().cpu().numpy().ravel() for weight, name in names.items()}
 
 
-def split(slab: Slab) -> dict[str, dict[str, Array]]:
+def split(particle: ExtractedParticle) -> dict[str, dict[str, Array]]:
     """Layer -> its weights before pruning (M_0), those kept (in M_p) and those removed (in M_0)."""
-    before, after = weights(slab.reference), weights(slab.network)
-    if slab.gated:
-        names = [name.removesuffix(".weight") for name in slab.gated]
+    before, after = weights(particle.reference), weights(particle.network)
+    if particle.gated:
+        names = [name.removesuffix(".weight") for name in particle.gated]
         masks = {name: after[name] != 0 for name in names}
         return {name: _parts(before[name], after[name][mask], mask) for name, mask in masks.items()}
-    layout = Layout(slab.reference)
-    coordinates = kept_coordinates(slab.reference, layout, slab.recipe)
+    layout = Layout(particle.reference)
+    coordinates = kept_coordinates(particle.reference, layout, particle.recipe)
     masks = {
         # a weight that is computed from others has no place in a row: its layer is kept whole
         name: segment.view(coordinates).numpy().ravel() if segment else np.ones(len(values), dtype=bool)

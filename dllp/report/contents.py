@@ -6,18 +6,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dllp import reading
+from dllp import files
 from dllp.deploy.speed import LayerTime
 from dllp.deploy.speed import Row as SpeedRow
 from dllp.errors import ArtifactError
 from dllp.evaluation import examples
 from dllp.evaluation.evaluate import CLEAN, DENSE, TOGETHER, Row
 from dllp.evaluation.examples import Examples
+from dllp.records import EpochRecord, Size
 from dllp.report.gallery import Picture
 from dllp.report.names import plain
-from dllp.result import Size
 from dllp.runs import artifacts
-from dllp.training.trainer import EpochRecord
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def read(folder: Path) -> Run:
         gated=run["gated"],
         widths=run["widths"],
         whole=run["whole"],
-        history=reading.records(EpochRecord, run["history"], place),
+        history=files.records(EpochRecord, run["history"], place),
         dense_history=_log(folder),
         rows=_rows(folder),
         examples=examples.read(folder),
@@ -114,7 +113,7 @@ def rows(path: Path) -> list[Row]:
     if not path.exists():
         return []
     found = artifacts.read_json(artifacts.member(path.parent, path.name))
-    return reading.records(Row, found.get("rows") if isinstance(found, dict) else None, path)
+    return files.records(Row, found.get("rows") if isinstance(found, dict) else None, path)
 
 
 def _rows(folder: Path) -> list[Row]:
@@ -132,11 +131,11 @@ def speed(folder: Path) -> Speed | None:
     found = artifacts.read_json(artifacts.member(folder, artifacts.SPEED))
     if not isinstance(found, dict):
         raise ArtifactError(f"{path} holds no measurement: make it again with dllp speed")
-    measured = reading.records(SpeedRow, found.get("rows"), path, drop=("throughput",))
+    measured = files.records(SpeedRow, found.get("rows"), path, drop=("throughput",))
     if any(row.median <= 0 or row.macs < 0 for row in measured):
         raise ArtifactError(f"{path}: a time is not positive: make it again with dllp speed")
     return Speed(
-        measured, reading.records(LayerTime, found.get("layers"), path, drop=("lost_ms",)), "measured by dllp speed"
+        measured, files.records(LayerTime, found.get("layers"), path, drop=("lost_ms",)), "measured by dllp speed"
     )
 
 
@@ -145,7 +144,7 @@ def _log(folder: Path) -> list[EpochRecord]:
     path = folder / artifacts.LOG
     if not path.exists():
         return []
-    lines = reading.read_bytes(artifacts.member(folder, artifacts.LOG), reading.JSON_BYTES).splitlines()
-    values = [reading.parse_json(line, path) for line in lines]
+    lines = files.read_bytes(artifacts.member(folder, artifacts.LOG), files.JSON_BYTES).splitlines()
+    values = [files.parse_json(line, path) for line in lines]
     chosen = [value for value in values if isinstance(value, dict) and value.get("training") == "dense"]
-    return reading.records(EpochRecord, chosen, path, drop=("training",))
+    return files.records(EpochRecord, chosen, path, drop=("training",))

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from dllp.records import GATE_BINS, EpochRecord
 from dllp.report.contents import Run
 from dllp.report.figures import BLUE, GREEN, GREY, ORANGE, VERMILION, Plot, Section, Trace, axis, band, line
 from dllp.report.names import plain
-from dllp.training.latents import BINS
-from dllp.training.trainer import EpochRecord
 
 PHASES = {"soft": "gates close", "discrete": "gates discrete"}
 
@@ -118,17 +117,17 @@ def _discrepancy(run: Run) -> list[Plot]:
 
 def _gates(run: Run) -> list[Plot]:
     """Share of gates by probability and epoch, for all layers together and for each."""
-    wanted = [BINS] * len(run.widths)
+    wanted = [GATE_BINS] * len(run.widths)
     kept = [record for record in run.history if list(map(len, record.gates)) == wanted]
     if not kept or not run.widths:
         return []
-    counts = np.asarray([record.gates for record in kept], dtype=float)  # (epochs, modules, BINS)
+    counts = np.asarray([record.gates for record in kept], dtype=float)  # (epochs, modules, GATE_BINS)
     x = [record.epoch for record in kept]
 
     def picture(part: np.ndarray) -> list[Trace]:
         share = 100 * part / np.maximum(part.sum(1, keepdims=True), 1)
         return [{
-            "type": "heatmap", "x": x, "y": [(k + 0.5) / BINS for k in range(BINS)],
+            "type": "heatmap", "x": x, "y": [(k + 0.5) / GATE_BINS for k in range(GATE_BINS)],
             "z": [[round(float(v), 2) for v in row] for row in share.T], "zmin": 0, "zmax": 100,
             "colorscale": "Cividis", "colorbar": {"title": {"text": "% of gates"}, "thickness": 12},
             "hovertemplate": "epoch %{x}, probability about %{y:.2f}: %{z}% of the gates<extra></extra>",

@@ -27,9 +27,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from dllp import reading, writing
+from dllp import files
 from dllp.errors import ArtifactError
-from dllp.training.trainer import EpochRecord
+from dllp.records import EpochRecord
 
 FORMAT = 1
 RUN = "run.json"
@@ -50,17 +50,17 @@ _DTYPES = {
 
 def member(folder: Path, name: str) -> Path:
     """A file of a run folder; a link that leads out of the folder is an error."""
-    return reading.contained(folder, folder / name)
+    return files.contained(folder, folder / name)
 
 
 def read_json(path: Path) -> Any:
     """The value in a JSON file, or an ArtifactError that names it."""
-    return reading.parse_json(reading.read_bytes(path, reading.JSON_BYTES), path)
+    return files.parse_json(files.read_bytes(path, files.JSON_BYTES), path)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """A safetensors file of contiguous CPU copies."""
-    writing.write_bytes(path, packed({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, {}))
+    files.write_bytes(path, packed({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, {}))
 
 
 def packed(tensors: dict[str, Tensor], texts: Mapping[str, str]) -> bytes:
@@ -93,11 +93,11 @@ def read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return _tensors(path, metadata), metadata
 
 
-def _header(path: Path, limit: int | None = None) -> tuple[dict[str, reading.Declared], dict[str, str]]:
+def _header(path: Path, limit: int | None = None) -> tuple[dict[str, files.Declared], dict[str, str]]:
     """What the file declares, checked, and the texts in its header; a link out of its folder is an error."""
-    if not reading.contained(path.parent, path).exists():
+    if not files.contained(path.parent, path).exists():
         raise ArtifactError(f"{path} is missing: the run folder is incomplete")
-    return reading.tensors_header(path, limit=limit)
+    return files.tensors_header(path, limit=limit)
 
 
 def _tensors(path: Path, metadata: Mapping[str, str]) -> dict[str, Tensor]:
@@ -153,7 +153,7 @@ def check_declared(path: Path, network: nn.Module) -> None:
     _check_fit(path, _header(path)[0], network.state_dict())
 
 
-def _check_fit(path: Path, declared: Mapping[str, reading.Declared], targets: Mapping[str, Tensor]) -> None:
+def _check_fit(path: Path, declared: Mapping[str, files.Declared], targets: Mapping[str, Tensor]) -> None:
     """Names, shapes and dtypes of a header against those of a network: before any of its tensors is read."""
     rest = dict(declared)
     for name, target in targets.items():
@@ -202,10 +202,10 @@ def read_run(folder: Path) -> dict[str, Any]:
     for name, (fits, wanted) in _FIELDS.items():
         if name not in run or not fits(run[name]):
             raise ArtifactError(f"{path}: {name!r} is missing or is not {wanted}")
-    reading.check_settings(run["config"], f"{path}, 'config'")
+    files.check_settings(run["config"], f"{path}, 'config'")
     if any(len(counts) != len(run["recipes"]) + 1 or counts[-1] < 1 for counts in run["widths"].values()):
         raise ArtifactError(f"{path}: 'widths' has not one count for each particle and one before")
-    reading.records(EpochRecord, run["history"], path)
+    files.records(EpochRecord, run["history"], path)
     return run
 
 
@@ -267,7 +267,7 @@ def network_bytes(folder: Path, particle: int) -> int:
 
 def check_free(folder: Path, overwrite: bool = False) -> None:
     """Raise unless a run may be written there; only a run folder or an empty one is ever replaced."""
-    reading.check_name(folder, ArtifactError)
+    files.check_name(folder, ArtifactError)
     if not folder.exists():
         return
     if not folder.is_dir():

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dllp import reading, writing
+from dllp import files
 from dllp.errors import ArtifactError, ConfigError, Interrupted
 from dllp.runs import artifacts
 
@@ -40,7 +40,7 @@ class Checkpoints:
         self, folder: str | Path, *, every_steps: int = 0, every_minutes: float = 10.0, kept: int = 2,
         on_begin: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        self.folder = reading.as_path(folder)
+        self.folder = files.as_path(folder)
         if every_steps < 0 or not 0 <= every_minutes < float("inf"):
             raise ConfigError(f"checkpoints every {every_steps} steps or {every_minutes} minutes: give 0 or more")
         self.kept, self.on_begin = kept, on_begin
@@ -120,7 +120,7 @@ class Checkpoints:
         try:
             for torn in self.folder.glob(".step-*.tmp"):  # of a process that was killed while it wrote
                 torn.unlink(missing_ok=True)
-            writing.write_bytes(written, content)
+            files.write_bytes(written, content)
             unusable, self._unusable = [path for path in self._unusable if path != written], []
             for old in (*unusable, *[path for path in self.files() if path not in unusable][: -self.kept]):
                 old.unlink(missing_ok=True)

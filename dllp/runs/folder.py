@@ -22,15 +22,15 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from dllp import reading, writing
+from dllp import files
 from dllp.cli import tensorboard
 from dllp.cli.task import DENSE_FILE, SETTINGS
 from dllp.data.bad import LeftOut
 from dllp.errors import ArtifactError, Interrupted
+from dllp.records import EpochRecord
 from dllp.runs import artifacts
 from dllp.runs.shared_checkpoints import AnyCheckpoints
-from dllp.signals import Stop
-from dllp.training.trainer import EpochRecord
+from dllp.runs.signals import Stop
 
 CHECKPOINTS, LOCK = artifacts.UNFINISHED, ".lock"
 OWN = (
@@ -111,7 +111,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         if not self.folder.is_dir():
             raise ArtifactError(f"{self.folder} is a file: give a folder for the run")
         for place in (self.checkpoints, *self.checkpoints.glob("*")):  # files are written and removed there
-            reading.contained(self.folder, place)
+            files.contained(self.folder, place)
         names = [path.name for path in self.folder.iterdir()]
         strange = [name for name in names if not any(fnmatch.fnmatchcase(name, own) for own in OWN)]
         if not self.finished and (strange or (SETTINGS in names and not self.unfinished)):
@@ -161,7 +161,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             self.checkpoints.mkdir(exist_ok=True)  # first: settings alone may be a user's own
         except OSError as error:
             raise ArtifactError(f"cannot write to {self.folder}: {error.strerror}") from None
-        writing.write_bytes(self.folder / SETTINGS, settings)
+        files.write_bytes(self.folder / SETTINGS, settings)
 
     def _take(self) -> None:
         path = self.folder.absolute()
@@ -186,7 +186,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self._logging = True
         images = [{"left_out": name, "reason": reason} for name, reason in self._left_out.items()]
         text = "".join(json.dumps(line) + "\n" for line in (*images, *self._log))
-        writing.write_bytes(self.folder / artifacts.LOG, text.encode())
+        files.write_bytes(self.folder / artifacts.LOG, text.encode())
 
     def log(self, training: str, record: EpochRecord) -> None:
         """One more epoch."""
@@ -206,9 +206,9 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         found: dict[str, str] = {}
         path = self.folder / artifacts.LOG
         if path.exists():
-            for line in reading.read_bytes(artifacts.member(self.folder, artifacts.LOG), reading.cap()).splitlines():
+            for line in files.read_bytes(artifacts.member(self.folder, artifacts.LOG), files.cap()).splitlines():
                 with suppress(ArtifactError):
-                    value = reading.parse_json(line, path)
+                    value = files.parse_json(line, path)
                     if isinstance(value, dict) and isinstance(value.get("left_out"), str):
                         found[value["left_out"]] = str(value.get("reason", ""))
         return found

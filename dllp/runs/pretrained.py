@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dllp import reading
+from dllp import files
 from dllp.errors import ArtifactError
 from dllp.runs import artifacts
 
@@ -77,10 +77,10 @@ def read(path: Path) -> dict[str, Tensor]:
 
 def _unpickled(path: Path) -> Any:
     """What torch.save wrote; nothing is compressed, so no tensor can be larger than the file."""
-    with reading.open_plain(path) as file:
+    with files.open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > reading.cap():
-            raise ArtifactError(f"{path} has {size} bytes, more than the {reading.cap()} of ${reading.CAP_VARIABLE}")
+        if size > files.cap():
+            raise ArtifactError(f"{path} has {size} bytes, more than the {files.cap()} of ${files.CAP_VARIABLE}")
         try:
             with zipfile.ZipFile(file) as archive:
                 members = archive.infolist()

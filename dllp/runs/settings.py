@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from dllp import reading
+from dllp import files
 from dllp.cli.commands import TASK, prune
 from dllp.cli.fields import is_switch
 from dllp.cli.mistakes import near, plain
@@ -26,14 +26,14 @@ SETTINGS_BYTES = 2**16
 
 def read(path: Path) -> dict[str, Any]:
     """A settings file such as a run folder's config.yaml: fields of Task and Config by name."""
-    content = reading.read_bytes(path, SETTINGS_BYTES, ConfigError)
+    content = files.read_bytes(path, SETTINGS_BYTES, ConfigError)
     try:
         values = yaml.load(content, _PlainLoader)  # noqa: S506 # nosec B506
     except (yaml.YAMLError, RecursionError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
         raise ConfigError(f"{path} is not plain YAML: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings: lines such as `epochs: 60` are needed")
-    reading.check_settings(values, path, ConfigError)
+    files.check_settings(values, path, ConfigError)
     named = {name.replace("-", "_"): value for name, value in values.items()}
     for name, value in named.items():
         if isinstance(value, str) and name not in FREE and not re.fullmatch(r"[\w.+%-]{0,64}", value):

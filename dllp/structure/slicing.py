@@ -21,9 +21,9 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_leaves
 
 from dllp.errors import StructureError, first_line
+from dllp.records import Recipe
 
 Side = Literal["out", "in"]
-Recipe = dict[str, dict[str, list[int]]]
 
 
 @dataclass(frozen=True, eq=False)

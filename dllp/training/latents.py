@@ -13,10 +13,8 @@ from dllp.config import SPIKE_AND_SLAB, Budget, Config
 from dllp.devices.mesh import Place
 from dllp.errors import DllpError, NumericsError
 from dllp.method import gates, objective, priors
+from dllp.records import GATE_BINS
 from dllp.training.gating import ChannelGating, WeightGating
-
-BINS = 10
-"""Equal parts of [0, 1] in which gates are counted."""
 
 
 class Belief:
@@ -196,12 +194,12 @@ class Belief:
         return objective.undecided(self.logits.sigmoid())
 
     def counts(self) -> list[list[int]]:
-        """(modules, BINS): how many gates of each module have a probability in each part, all particles together."""
+        """(modules, GATE_BINS): gates of each module by their probability, all particles together."""
         if self.gating is None:
             return []
         theta = self.theta
         # sums of booleans are whole numbers and deterministic; a histogram on CUDA is not
-        parts = [self.gating.scales.module_sums(theta < (k + 1) / BINS).sum(0) for k in range(BINS - 1)]
+        parts = [self.gating.scales.module_sums(theta < (k + 1) / GATE_BINS).sum(0) for k in range(GATE_BINS - 1)]
         total = self.gating.scales.module_sums(torch.ones_like(theta, dtype=torch.bool)).sum(0)
         sums = self.place.rows.add_(torch.stack([*parts, total]))
         return sums.diff(dim=0, prepend=torch.zeros_like(total)[None]).T.tolist()

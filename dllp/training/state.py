@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Callable, Iterator
 from typing import Any, get_type_hints
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 
 from dllp.errors import ArtifactError
-from dllp.training.trainer import EpochRecord, Trainer
+from dllp.records import EpochRecord
+from dllp.training.trainer import Trainer
 
 FREE = ("device", "engine", "on_nan", "parallel", "recompute")
 """Fields of Config that a run may change when it goes on."""
@@ -53,7 +54,7 @@ def begin_snapshot(trainer: Trainer, found: dict[str, Tensor]) -> Callable[[], S
 
     if trainer.place.rows.size > 1:  # messages are sent by the thread that trains
         finish()
-        tensors = _joined([load(part) for part in trainer.place.rows.payloads(save(tensors))])
+        tensors = _joined([_unpacked(part) for part in trainer.place.rows.payloads(_packed(tensors))])
     return finish
 
 
@@ -171,6 +172,17 @@ def _leaving(value: Tensor) -> Tensor:
         return value.to("cpu", copy=True)
     copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
     return copy.copy_(value, non_blocking=True)
+
+
+def _packed(tensors: dict[str, Tensor]) -> bytes:
+    """Tensors as bytes, for a message between processes of one run."""
+    file = io.BytesIO()
+    torch.save(tensors, file)
+    return file.getvalue()
+
+
+def _unpacked(content: bytes) -> dict[str, Tensor]:
+    return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def _axis(name: str) -> int | None:

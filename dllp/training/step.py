@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import reduce
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,13 @@ from dllp.devices import fuse, mesh, recompute, rounding, sync_batch_norm
 from dllp.devices.mesh import Mirror, Place
 from dllp.method import objective, priors, schedule, stein
 from dllp.method.update import compiled_update, correct_rows, score_of, update_rows
+from dllp.records import Phase
 from dllp.structure.slicing import Fold
 from dllp.structure.trace import explained
 from dllp.training.gating import ChannelGating, WeightGating
 from dllp.training.latents import Belief
 from dllp.training.particles import Particles
 
-Phase = Literal["open", "soft", "discrete"]
 T = TypeVar("T")
 
 

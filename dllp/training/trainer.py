@@ -7,8 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,10 +18,11 @@ from dllp.devices.mesh import Place
 from dllp.errors import NumericsError
 from dllp.method import stein
 from dllp.method.update import score_of
+from dllp.records import EpochRecord
 from dllp.training import health
 from dllp.training.gating import ChannelGating, WeightGating
 from dllp.training.particles import Particles
-from dllp.training.step import Phase, Step
+from dllp.training.step import Step
 
 HEALTH_CHECK = 16
 """Steps between two looks at a CUDA device's health; a broken step changes no weight, so nothing is lost by waiting."""
@@ -39,35 +39,6 @@ class Batches(Protocol):
     steps: int
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[tuple[Tensor, Tensor]]: ...
-
-
-@dataclass(frozen=True)
-class EpochRecord:
-    """What happened in one epoch; lists have one entry for each particle.
-
-    `gates` counts the gates of each module by their probability, in equal parts of [0, 1], all particles together;
-    empty in most epochs of a long run.
-    `discrepancy` is that of :meth:`Trainer.discrepancy`.
-    """
-
-    epoch: int
-    phase: Phase
-    loss: list[float]
-    accuracy: list[float] | None
-    lr: float
-    temperature: float
-    budget: float
-    cost: list[float]
-    multiplier: list[float]
-    undecided: list[float]
-    noise: list[float]
-    seconds: float
-    engine: str
-    gates: list[list[int]] = field(default_factory=list)
-    discrepancy: float | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Trainer(Step):

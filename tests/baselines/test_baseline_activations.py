@@ -117,10 +117,10 @@ def test_repair_brings_the_cut_network_nearer_to_the_dense_one(name: str) -> Non
     method = METHODS[name]
     config = Config(keep_flops=0.5, epochs=3, batch_size=64, init="fresh")
     pruned = run.prune(method, small_cnn(), data, config).before
-    slab = pruned.slabs[0]
-    unrepaired = cut(slab.reference, slab.recipe)
+    particle = pruned.particles[0]
+    unrepaired = cut(particle.reference, particle.recipe)
     x = DIGITS.train.inputs(slice(400, 800))
     with torch.no_grad():
-        wanted = slab.reference(x)
-        errors = [float((net.eval()(x) - wanted).square().mean()) for net in (slab.network, unrepaired)]
+        wanted = particle.reference(x)
+        errors = [float((net.eval()(x) - wanted).square().mean()) for net in (particle.network, unrepaired)]
     assert errors[0] < 0.8 * errors[1]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from dllp.api import Result
 from dllp.baselines import METHODS, run
 from dllp.baselines.deephoyer import DeepHoyer
 from dllp.baselines.magnitude import MagnitudeL1
@@ -21,7 +22,6 @@ from dllp.baselines.soft import SoftFilters
 from dllp.baselines.sss import SparseStructures
 from dllp.config import Config
 from dllp.errors import ConfigError
-from dllp.result import Result
 from dllp.training.particles import Particles
 from dllp.training.trainer import Trainer
 from dllp.zoo.small import small_cnn

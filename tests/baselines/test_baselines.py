@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dllp.api import Result
 from dllp.baselines import METHODS, find, run
 from dllp.baselines.protocol import Method, penalty
 from dllp.config import Config
 from dllp.errors import ConfigError, DataError, StructureError
 from dllp.method.priors import PRIORS
-from dllp.result import Result
+from dllp.records import ExtractedParticle
 from dllp.structure.groups import discover
 from dllp.structure.slicing import Fold, cut
-from dllp.training.extract import Slab
 from dllp.training.particles import Layout, kept_coordinates
 from dllp.zoo.small import small_cnn, small_resnet
 from paper.jobs import Job, Runner
@@ -29,12 +29,12 @@ from tests.support.scenes import DIGITS, scene_of
 SHORT = Config(keep_flops=0.4, epochs=2, batch_size=128, init="fresh", lr=0.1, seed=3)
 
 
-def repaired(slab: Slab) -> dict[str, Tensor]:
+def repaired(particle: ExtractedParticle) -> dict[str, Tensor]:
     """The reference's weights in their full shape, with those of the cut network at the places that it kept."""
-    layout = Layout(slab.reference)
-    places = kept_coordinates(slab.reference, layout, slab.recipe)
-    small, full = dict(slab.network.named_parameters()), {}
-    for name, weight in slab.reference.named_parameters():
+    layout = Layout(particle.reference)
+    places = kept_coordinates(particle.reference, layout, particle.recipe)
+    small, full = dict(particle.network.named_parameters()), {}
+    for name, weight in particle.reference.named_parameters():
         full[name] = weight.detach().clone()
         full[name][layout.segments[name].view(places)] = small[name].detach().flatten()
     return full
@@ -49,17 +49,17 @@ def test_every_method_keeps_the_protocol(name: str) -> None:
         kept = result.sizes[0].macs / result.dense.macs
         # a channel of this network costs at most 1/32 of it; single weights fill a budget to the last one
         assert 0.4 - (0.04 if method.granularity == "channel" else 1e-4) < kept <= 0.4
-    slab = first.before.slabs[0]
+    particle = first.before.particles[0]
     x = normal(8, 1, 8, 8)
-    reference, small = slab.reference.double(), first.before.model.double()
+    reference, small = particle.reference.double(), first.before.model.double()
     weights = dict(reference.named_parameters())
     if method.granularity == "channel":
-        fold = Fold(reference, discover(slab.reference, x).groups)
-        assert slab.keep is not None
+        fold = Fold(reference, discover(particle.reference, x).groups)
+        assert particle.keep is not None
         # As it was cut, and as a method that mends weights left it: nothing but removed channels may tell them apart.
-        returned = weights | repaired(slab)
-        for cut_network, full in ((cut(reference, slab.recipe), weights), (small, returned)):
-            masked = {**full, **fold(full, slab.keep.double())}
+        returned = weights | repaired(particle)
+        for cut_network, full in ((cut(reference, particle.recipe), weights), (small, returned)):
+            masked = {**full, **fold(full, particle.keep.double())}
             expected = torch.func.functional_call(reference, masked, (x,))
             torch.testing.assert_close(cut_network(x), expected, rtol=1e-9, atol=1e-9)
         mended = {k for k, w in returned.items() if not torch.equal(w, weights[k])}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dllp import writing
+from dllp import files
 from dllp.cli.main import main
 from dllp.errors import Interrupted
 from tests.robustness.crash.harness import digest
@@ -116,7 +116,7 @@ def test_an_end_that_fails_can_be_made_up_for(
 ) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert main(command(data, whole)) == 0
-    write = writing.write_bytes
+    write = files.write_bytes
     for name in ("reference-1.safetensors", "dense.safetensors", "evaluation.json", "run.json"):
 
         def faulty(path: Path, content: bytes, name: str = name) -> None:
@@ -126,7 +126,7 @@ def test_an_end_that_fails_can_be_made_up_for(
 
         words = ["prune", "--resume", "--quiet", "--out", str(out)] if out.exists() else command(data, out)
         with monkeypatch.context() as patch:
-            patch.setattr(writing, "write_bytes", faulty)
+            patch.setattr(files, "write_bytes", faulty)
             assert main(words) == 130
         assert not (out / "run.json").exists()
     assert main(["prune", "--resume", "--quiet", "--out", str(out)]) == 0

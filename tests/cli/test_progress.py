@@ -16,7 +16,7 @@ from dllp.cli import progress
 from dllp.cli.main import main
 from dllp.config import Config
 from dllp.evaluation.evaluate import CLEAN, OUTSIDE, Efficiency, Evaluation, Row
-from dllp.training.trainer import EpochRecord
+from dllp.records import EpochRecord
 from dllp.zoo.small import small_cnn
 from tests.support.commands import FAST, one_line
 from tests.support.scenes import DIGITS

@@ -44,7 +44,7 @@ def test_onnx_particle_answers_as_pytorch(run: Path, result: dllp.Result, tmp_pa
     assert main(["export", str(run), "--particle", "2", "--out", str(path)]) == 0
     x = torch.randn(batch, *SHAPE)
     (logits,) = answers(path, x)
-    torch.testing.assert_close(logits, result.slabs[1].network(x).detach(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(logits, result.particles[1].network(x).detach(), atol=1e-5, rtol=1e-4)
 
 
 def test_pt2_particle_answers_as_pytorch(run: Path, result: dllp.Result, tmp_path: Path) -> None:
@@ -64,15 +64,15 @@ def test_difference_is_stated(run: Path, tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("particle", [1, None])
 def test_modes_stay_as_they_were(result: dllp.Result, tmp_path: Path, particle: int | None) -> None:
-    for slab in result.slabs:
-        slab.network.train()
-        next(slab.network.children()).eval()  # as one freezes a part of a network
-    modes = [module.training for slab in result.slabs for module in slab.network.modules()]
+    for each in result.particles:
+        each.network.train()
+        next(each.network.children()).eval()  # as one freezes a part of a network
+    modes = [module.training for each in result.particles for module in each.network.modules()]
     for pad_to in (1, 8):
         export.export(result, tmp_path / "a.pt2", SHAPE, particle=particle, pad_to=pad_to)
     with pytest.raises(ExportError):
         export.export(result, tmp_path / "b.pt2", (3, 8, 8), particle=particle)
-    assert modes == [module.training for slab in result.slabs for module in slab.network.modules()]
+    assert modes == [module.training for each in result.particles for module in each.network.modules()]
 
 
 # ---- the posterior
@@ -129,15 +129,15 @@ def test_uint8_needs_images(result: dllp.Result, tmp_path: Path, known: dict[str
 
 
 def test_padding_changes_nothing_but_widths(result: dllp.Result, tmp_path: Path) -> None:
-    slab = result.slabs[0]
-    structure = discover(slab.reference, torch.randn(2, *SHAPE))
-    keep = kept_units(slab.reference, structure, slab.recipe)
-    assert slab.keep is not None and torch.equal(keep, slab.keep)
-    network, macs = padded(slab.reference, structure, keep, 8)
+    particle = result.particles[0]
+    structure = discover(particle.reference, torch.randn(2, *SHAPE))
+    keep = kept_units(particle.reference, structure, particle.recipe)
+    assert particle.keep is not None and torch.equal(keep, particle.keep)
+    network, macs = padded(particle.reference, structure, keep, 8)
     convolutions = [m for m in network.modules() if isinstance(m, nn.Conv2d)]
     assert all(m.out_channels % 8 == 0 for m in convolutions) and macs >= result.sizes[0].macs
     x = torch.randn(4, *SHAPE)
-    torch.testing.assert_close(network.eval()(x), slab.network(x), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(network.eval()(x), particle.network(x), atol=1e-5, rtol=1e-4)
     done = export.export(result, tmp_path / "wide.onnx", SHAPE, pad_to=8)
     assert done.difference < 1e-5
 
@@ -163,10 +163,10 @@ def test_padding_of_buffers_in_any_order_of_memory() -> None:
 
 
 def test_rounding_keeps_the_budget(result: dllp.Result) -> None:
-    slab = result.slabs[0]
-    structure = discover(slab.reference, torch.randn(2, *SHAPE))
-    keep = kept_units(slab.reference, structure, slab.recipe)
-    network, macs = rounded(slab.reference, structure, keep, 8)
+    particle = result.particles[0]
+    structure = discover(particle.reference, torch.randn(2, *SHAPE))
+    keep = kept_units(particle.reference, structure, particle.recipe)
+    network, macs = rounded(particle.reference, structure, keep, 8)
     assert macs <= result.sizes[0].macs
     assert all(m.out_channels % 8 == 0 for m in network.modules() if isinstance(m, nn.Conv2d))
     assert network(torch.randn(3, *SHAPE)).shape == (3, 10)

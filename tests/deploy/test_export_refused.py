@@ -47,7 +47,7 @@ class Choosing(nn.Module):
 
 
 def test_foreign_recipe_is_refused(result: dllp.Result) -> None:
-    reference = result.slabs[0].reference
+    reference = result.particles[0].reference
     structure = discover(reference, torch.randn(2, *SHAPE))
     name = structure.groups[0].name
     with pytest.raises(StructureError, match="do not fit"):

@@ -315,6 +315,6 @@ def test_runs_with_dropout_and_a_shorter_last_batch_are_those_of_the_eager_engin
         for name in ("eager", "graph")  # type: ignore[arg-type]
     )
     assert found.history[-1]["engine"].startswith(engine) and expected.history[-1]["engine"] == "eager"
-    for ours, theirs in zip(found.slabs, expected.slabs, strict=True):
+    for ours, theirs in zip(found.particles, expected.particles, strict=True):
         pairs = zip(ours.network.parameters(), theirs.network.parameters(), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)

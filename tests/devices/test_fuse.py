@@ -18,13 +18,14 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch import nn
 from torch.nn import functional as F
-from dllp import fusion, zoo
+from dllp import zoo
+from dllp.devices import fuse
 from dllp.devices.fused_norm import FusedNorm
 from dllp.zoo.resnet import CifarResNet
 torch.manual_seed(0)
 
 def fused_names(network):
-    found = fusion.rewrite(network.train())
+    found = fuse.rewrite(network.train())
     return {name: m.relu for name, m in found.named_modules() if isinstance(m, FusedNorm)} if found else {}
 """
 
@@ -67,8 +68,8 @@ for shape in shapes:
 def test_direct_convolutions_are_those_of_pytorch_in_float64() -> None:
     """Output and both gradients: widths that fill no tile, images smaller than one, weights of either memory format."""
     interpret("""
-from dllp import directconv
-directconv.PARTS = 3  # more tiles than programs
+from dllp.devices import direct_conv
+direct_conv.PARTS = 3  # more tiles than programs
 shapes = [(2, 16, 8, 8, 16), (3, 8, 5, 7, 16), (9, 16, 6, 4, 8), (1, 24, 5, 5, 3), (2, 3, 6, 6, 16)]
 for n, inputs, height, width, outputs in shapes:
     for order in (torch.contiguous_format, torch.channels_last):
@@ -76,7 +77,7 @@ for n, inputs, height, width, outputs in shapes:
         conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
         conv.weight = nn.Parameter(weight)
         x = torch.randn(n, inputs, height, width, requires_grad=True)
-        y = directconv.DirectConv(conv)(x)
+        y = direct_conv.DirectConv(conv)(x)
         dy = torch.randn_like(y)
         wide = [x.detach().double().requires_grad_(), weight.double().requires_grad_()]
         z = F.conv2d(*wide, padding=1)
@@ -90,7 +91,7 @@ def test_only_plain_convolutions_of_few_channels_are_direct() -> None:
     interpret("""
 from dllp.devices.direct_conv import DirectConv
 def direct(conv):
-    found = fusion.rewrite(nn.Sequential(conv, nn.BatchNorm2d(conv.out_channels)).train())
+    found = fuse.rewrite(nn.Sequential(conv, nn.BatchNorm2d(conv.out_channels)).train())
     return isinstance(found.get_submodule("0"), DirectConv)
 plain = dict(kernel_size=3, padding=1, bias=False)
 assert direct(nn.Conv2d(16, 8, **plain)) and direct(nn.Conv2d(8, 16, **plain))
@@ -123,7 +124,7 @@ for shortcut in ("zero-pad", "projection"):
     assert set(names) == norms
     # a projection's own norm is the residual of the other
     assert {name for name, relu in names.items() if not relu} == {n for n in norms if "shortcut" in n}
-    fused = fusion.fuse([network.train()], torch.randn(4, 3, 8, 8))[0]
+    fused = fuse.fuse([network.train()], torch.randn(4, 3, 8, 8))[0]
     assert fused is not network
     parameters, buffers = dict(fused.named_parameters()), dict(fused.named_buffers())
     assert all(parameters[name] is p for name, p in network.named_parameters())
@@ -142,7 +143,7 @@ def test_weights_given_from_outside_are_used() -> None:
     interpret("""
 from torch.func import functional_call
 network = CifarResNet(1, 10, 3, "zero-pad", 8).train()
-fused = fusion.fuse([network], torch.randn(4, 3, 8, 8))[0]
+fused = fuse.fuse([network], torch.randn(4, 3, 8, 8))[0]
 changed = {name: 0.5 * p.detach() for name, p in network.named_parameters() if name.startswith("blocks.1")}
 x = torch.randn(4, 3, 8, 8)
 a, b = functional_call(copy.deepcopy(network), changed, (x,)), functional_call(fused, changed, (x,))
@@ -194,13 +195,13 @@ assert fused_names(Twice()) == fused_names(Doubled()) == fused_names(Scaled()) =
 assert fused_names(Shared()) == {} and fused_names(Branches()) == {}
 for make in (Twice, Shared, Doubled, Branches, Scaled):
     network = make().train()
-    assert fusion.agree(network, fusion.fuse([network], x)[0], x)
+    assert fuse.agree(network, fuse.fuse([network], x)[0], x)
 for norm in (nn.BatchNorm2d(4, affine=False), nn.BatchNorm2d(4, momentum=None),
              nn.BatchNorm2d(4, track_running_stats=False), nn.GroupNorm(2, 4)):
     assert fused_names(nn.Sequential(norm, nn.ReLU())) == {}
 frozen = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU()).train()
 frozen[0].eval()
-assert fusion.rewrite(frozen) is None
+assert fuse.rewrite(frozen) is None
 """)
 
 
@@ -224,8 +225,8 @@ class Broadcast(nn.Module):  # the sum is larger than the norm's output
 x = torch.randn(6, 4, 5, 5)
 for make in (Noisy, Broadcast):
     network = make().train()
-    assert fusion.rewrite(network) is not None
-    assert fusion.fuse([network], x)[0] is network
+    assert fuse.rewrite(network) is not None
+    assert fuse.fuse([network], x)[0] is network
 """)
 
 
@@ -249,7 +250,7 @@ def test_fused_norms_are_computed_again_too() -> None:
 from dllp.devices.recompute import Recompute, stages
 network = CifarResNet(1, 10, 3, "projection", 4).train()
 names, x, y = stages(network), torch.randn(4, 3, 8, 8), torch.arange(4)
-parts = fusion.fuse([network], x, names)[0]
+parts = fuse.fuse([network], x, names)[0]
 assert names == ["blocks.0", "blocks.1", "blocks.2"] and all(parts.get_submodule(name) for name in names)
 norms = {name for name, m in network.named_modules() if isinstance(m, nn.BatchNorm2d)}
 assert {name for name, m in parts.named_modules() if isinstance(m, FusedNorm)} == norms
@@ -272,7 +273,7 @@ def once(again):
 for a, b in zip(once(False), once(True), strict=True):
     assert torch.equal(a, b)
 chain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3)).train()
-assert fusion.fuse([chain], x, stages(chain)) == [chain], "a chain is taken in pieces, and stays as it is"
+assert fuse.fuse([chain], x, stages(chain)) == [chain], "a chain is taken in pieces, and stays as it is"
 """)
 
 

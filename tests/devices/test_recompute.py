@@ -115,7 +115,7 @@ def test_runs_are_equal_bit_for_bit(network: str, changes: dict[str, Any]) -> No
     assert [record["phase"] for record in plain.history] == ["soft", "discrete"]
     for name, value in plain.gates.items():
         assert torch.equal(value, again.gates[name]), name
-    for a, b in zip(plain.slabs, again.slabs, strict=True):
+    for a, b in zip(plain.particles, again.particles, strict=True):
         for mine, other in ((a.network, b.network), (a.reference, b.reference)):
             known = other.state_dict()
             for name, value in mine.state_dict().items():  # running statistics and their counts among them

@@ -51,7 +51,7 @@ AROUND: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 
 def tensors(result: Result) -> list[Tensor]:
-    networks = [network for slab in result.slabs for network in (slab.network, slab.reference)]
+    networks = [network for particle in result.particles for network in (particle.network, particle.reference)]
     return [value for network in networks for value in network.state_dict().values()] + list(result.gates.values())
 
 

@@ -30,8 +30,8 @@ def test_the_result_and_the_untouched_model(granularity: str) -> None:
     assert model.training and model[0].weight.grad is gradient  # type: ignore[index, union-attr]
     assert all(m.training for m in model.modules()) and not model._forward_hooks
     assert len(result.history) == 3 and [r["epoch"] for r in result.history] == [1, 2, 3]
-    assert len(result.slabs) == len(result.posterior) == len(result.sizes) == 2
-    assert result.model is result.slabs[0].network and result.reference is result.slabs[0].reference
+    assert len(result.particles) == len(result.posterior) == len(result.sizes) == 2
+    assert result.model is result.particles[0].network and result.reference is result.particles[0].reference
     assert result.config == config(granularity=granularity, epochs=3).resolved()
     assert all(size.macs <= 0.6 * result.dense.macs for size in result.sizes)
     assert result.info["dllp"] == dllp.__version__
@@ -104,7 +104,7 @@ def test_uint8_images() -> None:
 def test_given_starts_at_the_networks_own_weights() -> None:
     model = network()
     result = dllp.prune(model, images(), config(lr=1e-12, lr_end=0.0, beta=0.0, jitter=0.5))
-    own, twin = (slab.reference.get_parameter("5.weight").detach() for slab in result.slabs)
+    own, twin = (particle.reference.get_parameter("5.weight").detach() for particle in result.particles)
     given = model.get_parameter("5.weight").detach()
     torch.testing.assert_close(own, given, rtol=1e-6, atol=1e-7)
     distance = float(((twin - given) / given.std()).std())
@@ -114,7 +114,7 @@ def test_given_starts_at_the_networks_own_weights() -> None:
 def test_fresh_starts_anywhere_but_there() -> None:
     model = network()
     result = dllp.prune(model, images(), config(lr=1e-12, lr_end=0.0, beta=0.0, init="fresh"))
-    starts = [model, *(slab.reference for slab in result.slabs)]
+    starts = [model, *(particle.reference for particle in result.particles)]
     weights = [start.get_parameter("5.weight") for start in starts]
     for i in range(3):
         for j in range(i):
@@ -187,7 +187,7 @@ def test_filter_fn_says_what_may_be_touched() -> None:
     model = network()
     result = dllp.prune(model, images(), config(keep_flops=0.95), filter_fn=lambda module, name: name != "0")
     assert set(result.widths) == {"5"} and "filter_fn keeps 0" in result.whole["0"]
-    assert all(slab.network.get_submodule("0").out_channels == 8 for slab in result.slabs)
+    assert all(particle.network.get_submodule("0").out_channels == 8 for particle in result.particles)
     with pytest.raises(StructureError, match="no channels that can be pruned"):
         dllp.prune(model, images(), config(), filter_fn=lambda module, name: False)
 

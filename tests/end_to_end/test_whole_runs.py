@@ -15,7 +15,7 @@ from tests.support.short_runs import convolutional, mlp, pictures, quick, table
 
 
 def state(result: dllp.Result) -> list[Tensor]:
-    networks = [net for slab in result.slabs for net in (slab.network, slab.reference)]
+    networks = [net for particle in result.particles for net in (particle.network, particle.reference)]
     return [t for net in networks for t in net.state_dict().values()] + list(result.gates.values())
 
 
@@ -63,12 +63,12 @@ def test_the_budget_is_met_and_the_ramp_followed(granularity: str, budget: str) 
             gaps.append(float((trainer.belief.cost() - trainer.ramp).abs().max()))
 
     result = dllp.prune(mlp(200), table(), config, on_step=watch)
-    for slab, size in zip(result.slabs, result.sizes, strict=True):
+    for particle, size in zip(result.particles, result.sizes, strict=True):
         share = size.macs / result.dense.macs if budget == "keep_flops" else size.params / result.dense.params
         assert target - 0.005 <= share <= target
-        linear = [m for m in slab.network.modules() if isinstance(m, nn.Linear)]
+        linear = [m for m in particle.network.modules() if isinstance(m, nn.Linear)]
         assert size.macs == pytest.approx(sum(int((m.weight != 0).sum()) for m in linear), abs=0.5)
-        assert size.params == sum(int((p != 0).sum()) for p in slab.network.parameters())
+        assert size.params == sum(int((p != 0).sum()) for p in particle.network.parameters())
     assert max(gaps) < 0.25 and sum(gaps) / len(gaps) < 0.06 and max(gaps[-5:]) < 0.04
 
 
@@ -160,7 +160,7 @@ def test_particles_differ_in_the_end(init: str) -> None:
     data = table()
     result = dllp.prune(mlp(24), data, quick(particles=3, init=init))
     members = result.posterior.members(data[0])
-    weights = torch.stack([slab.reference.get_parameter("0.weight") for slab in result.slabs]).detach()
+    weights = torch.stack([particle.reference.get_parameter("0.weight") for particle in result.particles]).detach()
     for i in range(3):
         for j in range(i):
             assert (members[i] - members[j]).abs().max() > 1e-3

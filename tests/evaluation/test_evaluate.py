@@ -17,7 +17,7 @@ from dllp.data.corruptions import parse
 from dllp.evaluation import evaluate, metrics
 from dllp.method import efficiency
 from dllp.posterior import Posterior
-from dllp.result import Size
+from dllp.records import Size
 from paper.prediction_metrics import judge
 
 DISK = {"dense": 1000, "particle 1": 100, "particle 2": 200}
@@ -179,7 +179,7 @@ def test_particles_before_extraction_and_with_drawn_gates(run: dllp.Result) -> N
     assert [row.name for row in rows] == [
         "reference 1", "reference 2", "all references", "particle 1", "particle 2", "all particles", "drawn gates",
     ]  # fmt: skip
-    first, everything = run.slabs[0].reference, {"accuracy", "nll", "nll_after_temperature", "brier", "ece"}
+    first, everything = run.particles[0].reference, {"accuracy", "nll", "nll_after_temperature", "brier", "ece"}
     everything |= {"signed_ece", "aurc", "entropy", "aleatoric", "fitted_noise", "log_likelihood"}
     p = first(data.inputs(slice(None))).softmax(1).detach()
     assert rows[0].metrics["nll"] == pytest.approx(metrics.nll(p, data.y), rel=1e-5) and rows[0].macs == run.dense.macs

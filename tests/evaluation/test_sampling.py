@@ -48,7 +48,7 @@ def test_certain_gates_give_the_extracted_networks(run: Result) -> None:
     expected = run.posterior.members(x).repeat_interleave(2, 0)
     torch.testing.assert_close(drawn.members(x), expected, atol=1e-5, rtol=1e-4)
     whole = sample_gates(certain(run, torch.ones_like(run.gates["keep"])), x, 1, temperature=0.5)
-    references = torch.stack([slab.reference(x).softmax(1) for slab in run.slabs]).detach()
+    references = torch.stack([particle.reference(x).softmax(1) for particle in run.particles]).detach()
     torch.testing.assert_close(whole.members(x), references, atol=1e-5, rtol=1e-4)
 
 
@@ -71,14 +71,14 @@ def test_soft_gates_lie_between(run: Result) -> None:
     undecided = replace(run, gates=run.gates | {"logits": torch.zeros_like(run.gates["logits"])})
     drawn = sample_gates(undecided, x, 1, temperature=1.0)
     name = "3.weight"
-    share = (drawn.networks[0].get_parameter(name) / run.slabs[0].reference.get_parameter(name)).detach()
+    share = (drawn.networks[0].get_parameter(name) / run.particles[0].reference.get_parameter(name)).detach()
     assert float(share.min()) > 0 and float(share.max()) < 1 and float(share.std()) > 0.1
 
 
 def test_the_originals_stay_as_they_were(run: Result) -> None:
-    before = [parameter.clone() for parameter in run.slabs[0].reference.parameters()]
+    before = [parameter.clone() for parameter in run.particles[0].reference.parameters()]
     sample_gates(run, data(2)[0], 1)
-    assert all(torch.equal(a, b) for a, b in zip(before, run.slabs[0].reference.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, run.particles[0].reference.parameters(), strict=True))
 
 
 def test_gates_of_channels_last_weights_are_told_in_the_parameters_order() -> None:

@@ -28,7 +28,7 @@ def result(granularity: str, **changes: object) -> dllp.Result:
 @pytest.mark.parametrize("granularity", ["weight", "channel"])
 def test_kept_and_removed_are_what_was_before(granularity: str) -> None:
     run = result(granularity)
-    parts = weight_analysis.split(run.slabs[0])
+    parts = weight_analysis.split(run.particles[0])
     assert list(parts) == ["conv1", "conv2", "conv3"] + ["classifier"] * (granularity == "channel")
     reference = dict(run.reference.named_parameters())
     total = 0
@@ -68,7 +68,7 @@ def test_weights_that_are_shared_or_computed(granularity: str) -> None:
     run = dllp.prune(Shared(), data, config)
     layers = weight_analysis.analyze(run)["layers"]
     assert "first" in layers and not {"second", "third"} <= set(layers)
-    parts = weight_analysis.split(run.slabs[0])
+    parts = weight_analysis.split(run.particles[0])
     for name, layer in parts.items():
         assert len(layer["kept"]) + len(layer["removed"]) == len(layer["before"]), name
     if granularity == "channel":

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dllp
-from dllp import reading
+from dllp import files
 from dllp.cli.main import main
 from dllp.errors import ArtifactError
+from dllp.records import EpochRecord
 from dllp.report import contents, weights
 from dllp.runs import artifacts
-from dllp.training.trainer import EpochRecord
 from dllp.zoo import build
 from tests.support.commands import npy, one_line, settle
 from tests.support.pages import plots
@@ -81,11 +81,11 @@ def test_the_largest_weights_are_drawn() -> None:
     )
 )
 def test_whatever_fits_is_of_its_kind(value: Any) -> None:
-    if reading.fits(value, list[float]):
+    if files.fits(value, list[float]):
         assert isinstance(value, list) and all(type(v) in (int, float) and math.isfinite(v) for v in value)
-    if reading.fits(value, float | None):
+    if files.fits(value, float | None):
         assert value is None or math.isfinite(value)
-    assert reading.fits(value, bool) == isinstance(value, bool)
+    assert files.fits(value, bool) == isinstance(value, bool)
 
 
 def test_records_know_their_fields(run: Path) -> None:

@@ -26,7 +26,7 @@ import io, pickle, sys
 def refuse(*args, **kwargs):
     raise AssertionError("pickle was used")
 
-import torch, dllp
+import torch, dllp, dllp.api
 from nets import network
 pickle.load = pickle.loads = pickle.Unpickler = pickle.dump = pickle.dumps = torch.load = refuse
 folder, x_path, out_path = sys.argv[1:]
@@ -45,7 +45,7 @@ def test_a_loaded_run_is_the_saved_one(saved_run: tuple[dllp.Result, Path]) -> N
     before = {k: v.clone() for k, v in network.state_dict().items()}
     loaded = dllp.load(folder, network)
     assert all(torch.equal(before[k], v) for k, v in network.state_dict().items())
-    for a, b in zip(result.slabs, loaded.slabs, strict=True):
+    for a, b in zip(result.particles, loaded.particles, strict=True):
         assert saved.same(a.network, b.network) and saved.same(a.reference, b.reference)
         assert a.recipe == b.recipe and a.gated == b.gated
         assert a.keep is not None and b.keep is not None and torch.equal(a.keep, b.keep)
@@ -101,7 +101,7 @@ def test_pruned_networks_are_smaller_on_disk(saved_run: tuple[dllp.Result, Path]
     reference = (folder / "reference-0.safetensors").stat().st_size
     assert all(size < reference for size in sizes)
     stored = load_file(folder / "particle-0.safetensors")
-    gated = result.slabs[0].gated
+    gated = result.particles[0].gated
     assert {name for name in stored if "#" in name} == {f"{n}{end}" for n in gated for end in ("#index", "#value")}
     for name in gated:
         weight = result.model.get_parameter(name)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import dllp
-from dllp import ArtifactError, writing
+from dllp import ArtifactError, files
 from dllp.runs import artifacts
 from tests.support import saved
 
@@ -23,21 +23,21 @@ def full(*args: Any) -> None:
 def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(artifacts.os, name, full)
     with pytest.raises(ArtifactError, match=r"cannot write .*new\.json: No space left on device"):
-        writing.write_json(tmp_path / "new.json", {"a": 1})
+        files.write_json(tmp_path / "new.json", {"a": 1})
     assert not list(tmp_path.iterdir())
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file.json"
-    writing.write_json(path, {"a": 1})
+    files.write_json(path, {"a": 1})
     monkeypatch.setattr(artifacts.os, "fsync", full)
     with pytest.raises(ArtifactError):
-        writing.write_json(path, {"a": 2})
+        files.write_json(path, {"a": 2})
     assert artifacts.read_json(path) == {"a": 1} and len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result, calls, write = saved.pruned("channel", epochs=1), [], writing.write_bytes
+    result, calls, write = saved.pruned("channel", epochs=1), [], files.write_bytes
 
     def third(path: Path, content: bytes) -> None:
         calls.append(path)
@@ -45,7 +45,7 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
             raise ArtifactError(f"cannot write {path}: full")
         write(path, content)
 
-    monkeypatch.setattr(writing, "write_bytes", third)
+    monkeypatch.setattr(files, "write_bytes", third)
     with pytest.raises(ArtifactError, match="full"):
         result.save(tmp_path / "deep" / "run")
     assert len(calls) == 3 and not list(tmp_path.iterdir())
@@ -54,7 +54,7 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ArtifactError, match="cannot write"):
-        writing.write_json(tmp_path / "file" / "run.json", {})
+        files.write_json(tmp_path / "file" / "run.json", {})
 
 
 def test_save_refuses_a_folder_with_another_run(saved_run: tuple[dllp.Result, Path]) -> None:
@@ -96,7 +96,7 @@ def test_the_longest_name_that_a_folder_can_have(saved_run: tuple[dllp.Result, P
 
 def test_values_that_json_cannot_hold(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
-        writing.write_json(tmp_path / "nan.json", float("nan"))
+        files.write_json(tmp_path / "nan.json", float("nan"))
     assert not list(tmp_path.iterdir())
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dllp import writing
+from dllp import files
 from dllp.errors import ArtifactError, ConfigError, Interrupted
 from dllp.runs import checkpoints
 from dllp.runs.checkpoints import Checkpoints, State, Take, read
@@ -78,13 +78,13 @@ def test_due_at_the_end_of_an_epoch_and_after_steps_or_minutes(tmp_path: Path) -
 def test_a_busy_writer_is_not_overtaken_but_waited_for_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, write = threading.Event(), writing.write_bytes
+    go, write = threading.Event(), files.write_bytes
 
     def slow(path: Path, content: bytes) -> None:
         assert go.wait(30)
         write(path, content)
 
-    monkeypatch.setattr(writing, "write_bytes", slow)
+    monkeypatch.setattr(files, "write_bytes", slow)
     held, taken = Checkpoints(tmp_path), list[int]()
 
     def note(step: int) -> Callable[[], State]:

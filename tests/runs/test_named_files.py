@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dllp import ArtifactError, writing
+from dllp import ArtifactError, files
 from dllp.cli.main import main
 from tests.support.commands import ENVIRONMENT, one_line
 from tests.support.interrupted import examples, unfinished
@@ -26,7 +26,7 @@ def test_a_pipe_is_written_into(tmp_path: Path) -> None:
         found: list[bytes] = []
         reader = threading.Thread(target=lambda found=found: found.append(pipe.read_bytes()), daemon=True)
         reader.start()
-        writing.write_json(path, {"a": 1}, named=True)
+        files.write_json(path, {"a": 1}, named=True)
         reader.join(30)
         assert json.loads(found[0]) == {"a": 1}
     assert stat.S_ISFIFO(pipe.lstat().st_mode) and link.is_symlink() and len(list(tmp_path.iterdir())) == 2
@@ -38,7 +38,7 @@ def test_a_pipe_that_nobody_reads_any_more_is_one_line(tmp_path: Path) -> None:
     reader = threading.Thread(target=lambda: os.close(os.open(pipe, os.O_RDONLY)), daemon=True)
     reader.start()
     with pytest.raises(ArtifactError, match=r"cannot write .*pipe: Broken pipe"):
-        writing.write_named(pipe, bytes(2**20))
+        files.write_named(pipe, bytes(2**20))
     reader.join(30)
 
 
@@ -59,7 +59,7 @@ def test_the_file_behind_a_link_is_replaced(tmp_path: Path, monkeypatch: pytest.
     link.parent.mkdir()
     link.symlink_to(Path("..") / "elsewhere" / "file")
     for content in (b"dangling", b"there"):
-        writing.write_named(link, content)
+        files.write_named(link, content)
         assert link.is_symlink() and (elsewhere / "file").read_bytes() == content
     assert os.listdir(elsewhere) == ["file"] and os.listdir(link.parent) == ["link"]
 
@@ -68,14 +68,14 @@ def test_the_file_behind_a_link_is_replaced(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ArtifactError, match="file: No space left"):
-        writing.write_named(link, b"half")
+        files.write_named(link, b"half")
     assert (elsewhere / "file").read_bytes() == b"there" and os.listdir(elsewhere) == ["file"]
 
 
 def test_a_link_in_a_circle_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("link")
     with pytest.raises(ArtifactError, match=r"cannot write .*link: Too many levels"):
-        writing.write_named(tmp_path / "link", b"")
+        files.write_named(tmp_path / "link", b"")
     assert (tmp_path / "link").is_symlink()
 
 
@@ -91,8 +91,8 @@ def test_standard_output_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     for number, link in enumerate(links, 1):
         link.symlink_to(f"/proc/self/fd/{number}")  # as /dev/stdout is one
     code = (
-        "import pathlib, sys; from dllp import writing; print('before');"
-        "[writing.write_json(pathlib.Path(name), {'a': 1}, named=True) for name in sys.argv[1:]]; print('after')"
+        "import pathlib, sys; from dllp import files; print('before');"
+        "[files.write_json(pathlib.Path(name), {'a': 1}, named=True) for name in sys.argv[1:]]; print('after')"
     )
     with lines.open("wb") as file:
         arguments = [sys.executable, "-c", code, *map(str, links)]
@@ -109,7 +109,7 @@ def test_a_link_in_a_run_folder_is_replaced_and_not_followed(tmp_path: Path) -> 
     mine.write_text("years of work")
     link.parent.mkdir()
     link.symlink_to(mine)
-    writing.write_json(link, {})
+    files.write_json(link, {})
     assert mine.read_text() == "years of work" and link.read_text() == "{}\n" and not link.is_symlink()
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import dllp
-from dllp import reading
+from dllp import files
 from dllp.cli.main import main
 from dllp.cli.task import Task
 from dllp.errors import ArtifactError, ConfigError
@@ -159,7 +159,7 @@ def test_files_of_strangers_run_nothing_and_take_no_more_than_they_have(
             new.writestr(name, b"garbage" if name.endswith(".pkl") else old.read(name))
     refused(r"cannot be read as weights alone, it is damaged: save model.state_dict\(\), best as .safetensors$")
     path.write_bytes(whole)
-    monkeypatch.setenv(reading.CAP_VARIABLE, "100")
+    monkeypatch.setenv(files.CAP_VARIABLE, "100")
     refused("more than the 100")
     assert not (tmp_path / "trapped").exists()
 

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, spectral_norm
 from torch.utils.data import DataLoader, TensorDataset
 
 import dllp
-from dllp.deploy import subjects
+from dllp.deploy.subjects import subjects
 from dllp.deploy.export import export
 from dllp.structure.groups import discover
 from tests.support.foreign import CLASSES, run, stack
@@ -222,7 +222,7 @@ def test_integers_become_numbers_for_every_other_network(source: str):
 
     def trained(x: Tensor) -> dict[str, Tensor]:
         data = (x, y) if source == "pair" else DataLoader(TensorDataset(x, y), batch_size=12)
-        return run(model, data).slabs[0].network.state_dict()
+        return run(model, data).particles[0].network.state_dict()
 
     found, expected = trained(x), trained(x.float())
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
@@ -250,8 +250,8 @@ class Grouped(nn.Module):
 
 def test_widths_count_channels_where_a_gate_stands_for_one_of_each_group():
     result = run(Grouped())
-    for i, slab in enumerate(result.slabs):
-        kept = {name: slab.network.get_submodule(name).out_channels for name in ("conv", "up", "groups")}
+    for i, particle in enumerate(result.particles):
+        kept = {name: particle.network.get_submodule(name).out_channels for name in ("conv", "up", "groups")}
         assert kept == {name: counts[i] for name, counts in result.widths.items()}
     assert [counts[-1] for counts in result.widths.values()] == [8, 12, 20]
     assert any(counts[0] < counts[-1] for name, counts in result.widths.items() if name != "conv")

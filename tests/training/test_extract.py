@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dllp.errors import StructureError
+from dllp.records import ExtractedParticle
 from dllp.structure.groups import discover
 from dllp.structure.slicing import Fold, Group, Slice, cut
-from dllp.training.extract import Slab, extract, plain
+from dllp.training.extract import extract, plain
 from dllp.training.gating import ChannelGating, WeightGating
 from dllp.training.particles import Particles
 from tests.support import families, networks
@@ -48,7 +49,7 @@ class Run:
             self.particles.rows.sub_(0.05 * gradients / gradients.norm(dim=1, keepdim=True))
         self.particles.finish()
 
-    def extract(self) -> list[Slab]:
+    def extract(self) -> list[ExtractedParticle]:
         return extract(self.particles, self.gating, self.keep, self.example)
 
 
@@ -75,37 +76,39 @@ def is_plain(network: nn.Module, original: nn.Module, particles: Particles) -> N
 def test_slab_is_plain_and_equals_the_gated_network(name: str, channels_last: bool) -> None:
     run = Run(name, channels_last)
     rows = run.particles.rows.clone()
-    slabs = run.extract()
+    extracted = run.extract()
     assert torch.equal(run.particles.rows, rows) and run.particles.intact()
-    for slab, keep in zip(slabs, run.keep, strict=True):
-        is_plain(slab.network, run.original, run.particles)
-        is_plain(slab.reference, run.original, run.particles)
-        assert slab.gated == () and slab.keep is not None and torch.equal(slab.keep, keep)
-        fold = Fold(slab.reference, run.structure.groups)(dict(slab.reference.named_parameters()), keep.double())
-        expected = functional_call(slab.reference, fold, (run.x,))
-        torch.testing.assert_close(slab.network(run.x), expected, rtol=1e-10, atol=1e-10)
-        again = cut(slab.reference, slab.recipe)
-        pairs = zip(again.state_dict().values(), slab.network.state_dict().values(), strict=True)
+    for particle, keep in zip(extracted, run.keep, strict=True):
+        is_plain(particle.network, run.original, run.particles)
+        is_plain(particle.reference, run.original, run.particles)
+        assert particle.gated == () and particle.keep is not None and torch.equal(particle.keep, keep)
+        fold = Fold(particle.reference, run.structure.groups)(
+            dict(particle.reference.named_parameters()), keep.double()
+        )
+        expected = functional_call(particle.reference, fold, (run.x,))
+        torch.testing.assert_close(particle.network(run.x), expected, rtol=1e-10, atol=1e-10)
+        again = cut(particle.reference, particle.recipe)
+        pairs = zip(again.state_dict().values(), particle.network.state_dict().values(), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
-        count = sum(p.numel() for p in slab.network.parameters())
+        count = sum(p.numel() for p in particle.network.parameters())
         assert run.structure.params.expected(keep.double()).item() == pytest.approx(count)
-    assert slabs[0].recipe != slabs[1].recipe
+    assert extracted[0].recipe != extracted[1].recipe
 
 
 def test_reference_keeps_the_spike() -> None:
     run = Run("resnet")
-    for i, slab in enumerate(run.extract()):
+    for i, particle in enumerate(run.extract()):
         gone = torch.ones(run.particles.layout.size, dtype=torch.bool)
         gone[run.particles.sliced[i].coordinates] = False
         changed = 0
-        for (name, now), before in zip(slab.reference.named_parameters(), run.spike[i].parameters(), strict=True):
+        for (name, now), before in zip(particle.reference.named_parameters(), run.spike[i].parameters(), strict=True):
             spike = run.particles.layout.segments[name].view(gone)
             assert torch.equal(now[spike], before[spike])
             changed += int((now[~spike] != before[~spike]).sum())
         assert changed > 1000 and int(gone.sum()) > 1000
-        for name, buffer in slab.reference.named_buffers():
+        for name, buffer in particle.reference.named_buffers():
             if name.endswith("running_mean"):
-                kept = slab.recipe.get(name.removesuffix(".running_mean"), {}).get("out", list(range(len(buffer))))
+                kept = particle.recipe.get(name.removesuffix(".running_mean"), {}).get("out", list(range(len(buffer))))
                 moved = buffer != dict(run.spike[i].named_buffers())[name]
                 assert moved.nonzero().flatten().tolist() == kept
 
@@ -113,10 +116,10 @@ def test_reference_keeps_the_spike() -> None:
 @both_layouts
 def test_what_was_trained_is_what_is_extracted(channels_last: bool) -> None:
     run = Run("resnet", channels_last)
-    for slab, small in zip(run.extract(), run.particles.active, strict=True):
-        assert slab.network.state_dict().keys() == small.state_dict().keys()
+    for particle, small in zip(run.extract(), run.particles.active, strict=True):
+        assert particle.network.state_dict().keys() == small.state_dict().keys()
         for name, value in small.state_dict().items():
-            assert torch.equal(slab.network.state_dict()[name], value)
+            assert torch.equal(particle.network.state_dict()[name], value)
 
 
 def test_a_wrong_group_is_refused_by_name() -> None:
@@ -151,37 +154,37 @@ def test_single_weights_are_exact_zeros(linear: bool, channels_last: bool) -> No
     gating = WeightGating(models[0], structure, particles.layout, CPU, linear=linear)
     keep = torch.rand(2, gating.units) < 0.4
     rows = particles.rows.clone()
-    slabs = extract(particles, gating, keep, family.example())
+    extracted = extract(particles, gating, keep, family.example())
     assert torch.equal(particles.rows, rows) and particles.intact()
     at = gating.scales.coordinates[:, 0]
-    for i, slab in enumerate(slabs):
-        is_plain(slab.network, original, particles)
-        is_plain(slab.reference, original, particles)
+    for i, particle in enumerate(extracted):
+        is_plain(particle.network, original, particles)
+        is_plain(particle.reference, original, particles)
         pruned = rows[i].clone()
         pruned[at[~keep[i]]] = 0
         for name, segment in particles.layout.segments.items():
-            assert torch.equal(slab.network.get_parameter(name), segment.view(pruned))
-            assert torch.equal(slab.reference.get_parameter(name), segment.view(rows[i]))
-        assert slab.recipe == {} and slab.gated == tuple(f"{name}.weight" for name in gating.scales.modules)
-        assert slab.keep is not None
-        nonzero = torch.cat([(slab.network.get_parameter(name) != 0).flatten() for name in slab.gated])
-        assert torch.equal(slab.keep, nonzero), "in each parameter's own order, however it was trained"
-        zeros = sum(int((slab.network.get_parameter(name) == 0).sum()) for name in slab.gated)
-        assert zeros == int((~keep[i]).sum()) and ("fc.weight" in slab.gated) == linear
-        gated = gating.weights(dict(slab.reference.named_parameters()), keep[i].float())
+            assert torch.equal(particle.network.get_parameter(name), segment.view(pruned))
+            assert torch.equal(particle.reference.get_parameter(name), segment.view(rows[i]))
+        assert particle.recipe == {} and particle.gated == tuple(f"{name}.weight" for name in gating.scales.modules)
+        assert particle.keep is not None
+        nonzero = torch.cat([(particle.network.get_parameter(name) != 0).flatten() for name in particle.gated])
+        assert torch.equal(particle.keep, nonzero), "in each parameter's own order, however it was trained"
+        zeros = sum(int((particle.network.get_parameter(name) == 0).sum()) for name in particle.gated)
+        assert zeros == int((~keep[i]).sum()) and ("fc.weight" in particle.gated) == linear
+        gated = gating.weights(dict(particle.reference.named_parameters()), keep[i].float())
         x = torch.randn(2, 3, 8, 8)
-        torch.testing.assert_close(slab.network(x), functional_call(slab.reference, gated, (x,)))
+        torch.testing.assert_close(particle.network(x), functional_call(particle.reference, gated, (x,)))
 
 
 def test_without_gates_both_are_the_particle() -> None:
     models = [networks.chain() for _ in range(2)]
     particles = Particles(models, channels_last=True)
-    for slab, model in zip(extract(particles, None, None, networks.images()), models, strict=True):
-        is_plain(slab.network, networks.chain(), particles)
-        assert slab.recipe == {} and slab.keep is None and slab.network is not slab.reference
+    for particle, model in zip(extract(particles, None, None, networks.images()), models, strict=True):
+        is_plain(particle.network, networks.chain(), particles)
+        assert particle.recipe == {} and particle.keep is None and particle.network is not particle.reference
         for name, value in model.state_dict().items():
-            assert torch.equal(slab.network.state_dict()[name], value)
-            assert torch.equal(slab.reference.state_dict()[name], value)
+            assert torch.equal(particle.network.state_dict()[name], value)
+            assert torch.equal(particle.reference.state_dict()[name], value)
 
 
 def test_plain_leaves_the_network_alone() -> None:

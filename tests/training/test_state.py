@@ -43,8 +43,8 @@ def config(**options: Any) -> Config:
 
 def outcome(result: dllp.Result) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     tensors = dict(result.gates)
-    for i, slab in enumerate(result.slabs):
-        for kind, part in (("small", slab.network), ("full", slab.reference)):
+    for i, particle in enumerate(result.particles):
+        for kind, part in (("small", particle.network), ("full", particle.reference)):
             tensors |= {f"{kind}/{i}/{name}": value for name, value in part.state_dict().items()}
     # how an epoch was computed is no part of what was computed: after a stop, steps warm up once more before a capture
     apart = ("seconds", "engine")

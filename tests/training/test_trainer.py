@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import dllp
+from dllp.records import EpochRecord
 from dllp.training import trainer as train
-from dllp.training.trainer import EpochRecord, Trainer
+from dllp.training.trainer import Trainer
 from tests.support.oracles import naive_bandwidth, naive_stein_kernel
 from tests.support.short_runs import mlp, quick, table
 
@@ -38,13 +39,13 @@ def test_each_epoch_has_the_discrepancy_of_its_particles() -> None:
     result = dllp.prune(mlp(4), data, quick(**frozen, gate_linear=True, blocks="all"))
     assert result.history[-1]["phase"] == "discrete"
     rows, scores = [], []
-    for slab in result.slabs:
-        weights = dict(slab.network.named_parameters())
-        loss = torch.nn.functional.cross_entropy(slab.network(data[0]), data[1])
+    for particle in result.particles:
+        weights = dict(particle.network.named_parameters())
+        loss = torch.nn.functional.cross_entropy(particle.network(data[0]), data[1])
         gradients = torch.autograd.grad(loss, list(weights.values()))
-        holes = [name in slab.gated and weight == 0 for name, weight in weights.items()]
+        holes = [name in particle.gated and weight == 0 for name, weight in weights.items()]
         scores.append(torch.cat([-(g * ~torch.as_tensor(h)).flatten() for g, h in zip(gradients, holes, strict=True)]))
-        rows.append(torch.cat([weight.detach().flatten() for weight in slab.reference.parameters()]))
+        rows.append(torch.cat([weight.detach().flatten() for weight in particle.reference.parameters()]))
     x, s = torch.stack(rows).double(), 20 * torch.stack(scores).double()
     h = naive_bandwidth(x, "median")
     mean = sum(naive_stein_kernel(x[i], x[j], s[i], s[j], h) for i in range(3) for j in range(3)) / 9
@@ -126,7 +127,7 @@ def test_padded_widths_are_gone_from_the_result() -> None:
 
     plain, padded = dllp.prune(network, data, config), dllp.prune(network, data, config, on_step=pad)
     assert plain.widths == padded.widths and plain.sizes == padded.sizes
-    for a, b in zip(plain.slabs, padded.slabs, strict=True):
+    for a, b in zip(plain.particles, padded.particles, strict=True):
         assert a.recipe == b.recipe
         for name, value in a.network.state_dict().items():
             torch.testing.assert_close(b.network.state_dict()[name], value, rtol=1e-3, atol=1e-4)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from dllp import writing
+from dllp import files
 from dllp.runs import folder
 
 Kind = Literal["kill", "full", "denied", "lost"]
@@ -39,7 +39,7 @@ class Fault:
 
     def install(self) -> None:
         """Watch what the package writes."""
-        writing.open = folder.open = self._open  # pyright: ignore
+        files.open = folder.open = self._open  # pyright: ignore
         os.fsync = self._before(os.fsync)
         os.replace = self._before(os.replace)
         Path.unlink = self._before(Path.unlink)

@@ -35,7 +35,7 @@ from sklearn.datasets import load_digits
 
 import dllp
 from dllp.cli.main import main
-from dllp.writing import write_json
+from dllp.files import write_json
 from tests.robustness.crash.faults import Fault, Kind
 
 DEMO = "--data digits --model small_cnn --keep-flops 0.2 --particles 2 --granularity channel"

@@ -29,7 +29,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[3])]
 
 from readers import Reader, readers  # noqa: E402
 
-from dllp.writing import write_json  # noqa: E402
+from dllp.files import write_json  # noqa: E402
 
 LED = (
     "run (channel)", "particle-0 (weight)", "config.yaml", "train_x.npy", "CIFAR-10 python", "CIFAR-10 binary archive",

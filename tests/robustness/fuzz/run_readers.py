@@ -13,7 +13,7 @@ from mutate import mutate_json, mutate_lines, mutate_tensors
 from reader import Reader, examples, network
 
 import dllp
-from dllp import report, writing
+from dllp import files, report
 from dllp.data import from_pair
 from dllp.deploy import speed
 from dllp.evaluation.evaluate import Row
@@ -77,11 +77,11 @@ def reports(root: Path) -> list[Reader]:
     x, y = examples()
     collect(result.posterior, from_pair(x, y)).write(folder)
     rows = [row(name, data) for data in ("clean", "noise:0.1") for name in ("dense", "particle 1", "all particles")]
-    writing.write_json(folder / artifacts.EVALUATION, {"rows": [vars(r) for r in rows]})
+    files.write_json(folder / artifacts.EVALUATION, {"rows": [vars(r) for r in rows]})
     times = [speed.Row(name, speed.TORCH, "cpu", 1, 64, 2e-3 / k, 1e-3, 3e-3, 7, 2e-3, 100 / k, 10)
              for k, name in enumerate((speed.DENSE, speed.PRUNED), 1)]  # fmt: skip
     layer = vars(speed.LayerTime("0", 2.0, 1.5, 4, 2, 0.5))
-    writing.write_json(folder / artifacts.SPEED, {"rows": speed.as_dict(speed.compared(times)), "layers": [layer]})
+    files.write_json(folder / artifacts.SPEED, {"rows": speed.as_dict(speed.compared(times)), "layers": [layer]})
     log = "".join(json.dumps({"training": "dense", **record}) + "\n" for record in result.history)
     (folder / artifacts.LOG).write_text(log)
 

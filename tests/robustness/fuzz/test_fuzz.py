@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from readers import Reader, readers
 from run import campaign, merge
 
-from dllp import reading
+from dllp import files
 from dllp.cli import options
 from dllp.errors import DllpError
 from dllp.runs import artifacts
@@ -63,7 +63,7 @@ def test_hypothesis_damages_every_kind_of_file(every: list[Reader], draw: st.Dat
 @given(content=st.binary(max_size=200) | TREES.map(lambda tree: json.dumps(tree).encode()))
 def test_json_of_any_kind(content: bytes) -> None:
     try:
-        value = reading.parse_json(content, "here")
+        value = files.parse_json(content, "here")
     except DllpError as error:
         assert "here" in str(error)
     else:

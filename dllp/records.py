@@ -1,0 +1,70 @@
+"""Plain data that every room may know: what an epoch recorded, what a network costs, an extracted particle."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+Phase = Literal["open", "soft", "discrete"]
+Recipe = dict[str, dict[str, list[int]]]
+"""Kept channels of each module, by side: what cuts a fresh instance of the network to the same shape."""
+GATE_BINS = 10
+"""Equal parts of [0, 1] in which gate probabilities are counted."""
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """What happened in one epoch; lists have one entry for each particle.
+
+    `gates` counts the gates of each module by their probability, in equal parts of [0, 1], all particles together;
+    empty in most epochs of a long run.
+    `discrepancy` is the kernelized Stein discrepancy of the particles over N.
+    """
+
+    epoch: int
+    phase: Phase
+    loss: list[float]
+    accuracy: list[float] | None
+    lr: float
+    temperature: float
+    budget: float
+    cost: list[float]
+    multiplier: list[float]
+    undecided: list[float]
+    noise: list[float]
+    seconds: float
+    engine: str
+    gates: list[list[int]] = field(default_factory=list)
+    discrepancy: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a network costs: multiply-accumulates of one example and stored numbers, of non-zero weights only."""
+
+    macs: float
+    params: int
+
+
+@dataclass(frozen=True)
+class ExtractedParticle:
+    """One particle of a finished run, as Algorithm 1 returns it.
+
+    Attributes:
+        network: M_p, a plain module of the original class with no gates, no hooks and nothing of this package.
+        reference: M_0, the slab as trained to the end and the spike as it stood when the gates became discrete.
+        recipe: Kept channels of each module; empty for single weights, which are exact zeros instead.
+        gated: Names of the parameters that hold those zeros.
+        keep: (U,) bool, the gates that stayed open.
+    """
+
+    network: nn.Module
+    reference: nn.Module
+    recipe: Recipe = field(default_factory=dict)
+    gated: tuple[str, ...] = ()
+    keep: Tensor | None = None
