@@ -35,7 +35,9 @@ from dllp.devices import device as devices
 from dllp.runs.checkpoints import Checkpoints
 from dllp.structure.groups import discover
 from dllp.training.particles import Particles
-from dllp.training.trainer import Trainer, deterministic_kernels
+from dllp.training.state import RunState
+from dllp.training.step import prepare as prepare_step
+from dllp.training.trainer import captured_step, deterministic_kernels, train_epoch
 
 TARGET = 0.02
 
@@ -71,7 +73,8 @@ class Arm:
         particles = Particles.start(model, config, device)
         gating = prepare.make_gating(model, discover(model, example), particles, config, None)
         sizes = {"num_data": self.batches.num_examples, "steps_per_epoch": self.batches.steps}
-        self.trainer = Trainer(particles, gating, config, **sizes)
+        self.state = RunState(particles, gating, config, **sizes)
+        self.capture = captured_step(self.state)
         self.held = None if folder is None else Checkpoints(folder)
 
     def window(self, epochs: int) -> tuple[float, float]:
@@ -79,16 +82,16 @@ class Arm:
         self.synchronise()
         wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(epochs):
-            epoch = self.trainer.step_index // self.trainer.steps_per_epoch
-            self.trainer._epoch(epoch, self.batches, self.after_step)
+            epoch = self.state.step_index // self.state.steps_per_epoch
+            train_epoch(self.state, self.capture, epoch, self.batches, self.after_step)
         if self.held is not None:
             self.held.flush()
         self.synchronise()
         return time.perf_counter() - wall, time.process_time() - cpu
 
-    def after_step(self, trainer: Trainer) -> None:
+    def after_step(self, state: RunState) -> None:
         if self.held is not None:
-            self.held.after_step(trainer.step_index, trainer.epoch_ends, lambda: healthy_snapshot(trainer))
+            self.held.after_step(state.step_index, state.epoch_ends, lambda: healthy_snapshot(state))
 
     def steps(self, count: int) -> float:
         """Seconds of one step, the median of `count`."""
@@ -97,8 +100,8 @@ class Arm:
             x, y = next(batches)
             self.synchronise()
             began = time.perf_counter()
-            self.trainer.prepare(x)
-            self.trainer.capture(x, y, key=self.trainer.phase)
+            prepare_step(self.state, x)
+            self.capture(x, y, key=self.state.phase)
             self.synchronise()
             found.append(time.perf_counter() - began)
         return statistics.median(found)
@@ -109,7 +112,7 @@ class Arm:
         for k in range(count):
             self.synchronise()
             began = time.perf_counter()
-            arrive = healthy_snapshot(self.trainer)
+            arrive = healthy_snapshot(self.state)
             snapshots.append(time.perf_counter() - began)
             assert self.held is not None
             self.held.save(10**6 + k, lambda arrive=arrive: arrive, wait=True)
@@ -117,7 +120,7 @@ class Arm:
         return statistics.median(snapshots), statistics.median(wholes)
 
     def synchronise(self) -> None:
-        if self.trainer.particles.device.type == "cuda":
+        if self.state.particles.device.type == "cuda":
             torch.cuda.synchronize()
 
 
@@ -125,7 +128,7 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     data, config, network = demo(given.device) if given.task == "demo" else cifar10(given.device, given.task)
     config = config.resolved()
     arms = [Arm(data, config, network, place) for place in (None, folder)]
-    figures: dict[str, Any] = {"steps_per_epoch": arms[1].trainer.steps_per_epoch}
+    figures: dict[str, Any] = {"steps_per_epoch": arms[1].state.steps_per_epoch}
     if given.windows:
         for arm in arms:
             arm.window(1)  # warm
@@ -139,7 +142,7 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
             figures[f"{name}_shares"] = [round(share, 4) for share in shares]
         epoch = statistics.median(plain[0] for plain, _ in pairs) / given.epochs
     else:
-        epoch = arms[1].steps(given.steps) * arms[1].trainer.steps_per_epoch
+        epoch = arms[1].steps(given.steps) * arms[1].state.steps_per_epoch
     snapshot, whole = arms[1].checkpoint(9)
     held = arms[1].held
     assert held is not None

@@ -49,7 +49,9 @@ def measure(options: argparse.Namespace, setting: str, phase: str) -> dict[str, 
     from dllp.prepare import make_gating
     from dllp.structure.groups import discover
     from dllp.training.particles import Particles
-    from dllp.training.trainer import Trainer
+    from dllp.training.state import RunState
+    from dllp.training.step import backward, decide, gates, prepare
+    from dllp.training.trainer import captured_step
 
     torch.manual_seed(0)
     cuda = torch.cuda.is_available()
@@ -65,33 +67,34 @@ def measure(options: argparse.Namespace, setting: str, phase: str) -> dict[str, 
     base = held_bytes()
     particles = Particles.start(model, config, device)
     gating = make_gating(model, structure, particles, config, None)
-    trainer = Trainer(particles, gating, config, num_data=1_281_167, steps_per_epoch=1_281_167 // options.batch)
+    state = RunState(particles, gating, config, num_data=1_281_167, steps_per_epoch=1_281_167 // options.batch)
     x = torch.randn(options.batch, 3, options.side, options.side, device=device)
     x = x.contiguous(memory_format=torch.channels_last) if cuda else x
     y = torch.randint(options.classes, (options.batch,), device=device)
     if phase == "discrete":
-        trainer.belief.logits.normal_(generator=trainer.belief.generator)
-        trainer.discretise(gating)
-    trainer.prepare(x)
-    assert trainer.phase == phase
+        state.latents.logits.normal_(generator=state.latents.generator)
+        decide(state)
+    prepare(state, x)
+    assert state.phase == phase
+    capture = captured_step(state)
 
     def step() -> None:
-        trainer.capture(x, y, key=phase)
+        capture(x, y, key=phase)
 
     for _ in range(WARM if cuda else 2):
         step()
     peak = torch.cuda.max_memory_reserved() if cuda else peak_bytes() - base
-    gates = trainer._gates()
+    z = gates(state)
 
     def forward_and_backward(x: torch.Tensor, y: torch.Tensor) -> None:
-        trainer._backward(x, y, gates)
+        backward(state, x, y, z)
 
-    alone = Capture(forward_and_backward, trainer.belief.generator, enabled=cuda)
+    alone = Capture(forward_and_backward, state.latents.generator, enabled=cuda)
     whole, inner = times(step, lambda: alone(x, y, key=phase), options, torch.cuda.synchronize if cuda else None)
     return {
         "setting": setting, "phase": phase, "network": options.network, "side": options.side, "batch": options.batch,
         "particles": options.particles, "accumulate": config.accumulate, "recompute": again,
-        "precision": config.precision, "engine": trainer.capture.state,
+        "precision": config.precision, "engine": capture.state,
         "images_per_s": round(options.batch / statistics.median(whole), 1),
         "step_ms": round(1e3 * statistics.median(whole), 2),
         "spread_ms": round(1e3 * (max(whole) - min(whole)), 2),

@@ -57,7 +57,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any] | None:
     from dllp.prepare import make_gating
     from dllp.structure.groups import discover
     from dllp.training.particles import Particles
-    from dllp.training.trainer import Trainer
+    from dllp.training.state import RunState
+    from dllp.training.step import prepare, step
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -71,22 +72,22 @@ def measure(options: argparse.Namespace) -> dict[str, Any] | None:
         place = ranks.place(config.particles, config.parallel)
         particles = Particles.start(model, config, torch.device("cpu"), place.own)
         gating = make_gating(model, discover(model, x[:2]), particles, config, None)
-        trainer = Trainer(particles, gating, config, num_data=50_000, steps_per_epoch=1000, place=place)
-        own_x, own_y, trainer.share = place.shard(x, y)
-        trainer.prepare(own_x)
+        state = RunState(particles, gating, config, num_data=50_000, steps_per_epoch=1000, place=place)
+        own_x, own_y, state.share = place.shard(x, y)
+        prepare(state, own_x)
         for _ in range(WARM):
-            trainer.step(own_x, own_y)
+            step(state, own_x, own_y)
         place.everyone.most(0)
         time.sleep(0.1)  # what others still acknowledge
         sent, wire, seconds = place.sent, on_loopback(), []
         for _ in range(options.steps):
             began = time.perf_counter()
-            trainer.step(own_x, own_y)
+            step(state, own_x, own_y)
             seconds.append(time.perf_counter() - began)
         sent = (place.sent - sent) / options.steps
         place.everyone.most(0)
         wire = (on_loopback() - wire) / options.steps
-        rows, gates = particles.rows, trainer.belief.logits.shape[1]
+        rows, gates = particles.rows, state.latents.logits.shape[1]
         formula = predicted(config.particles, rows.shape[1], gates, place.rows.size, place.shards.size)
         memory = place.everyone.most(peak_bytes())[0]
         if ranks.rank:

@@ -44,7 +44,8 @@ def stepper(variant: str, options: argparse.Namespace) -> Callable[[], None]:
     from dllp.prepare import make_gating
     from dllp.structure.groups import discover
     from dllp.training.particles import Particles
-    from dllp.training.trainer import Trainer
+    from dllp.training.state import RunState
+    from dllp.training.step import prepare, step
 
     torch.manual_seed(0)
     device = torch.device("cpu")
@@ -60,10 +61,10 @@ def stepper(variant: str, options: argparse.Namespace) -> Callable[[], None]:
     ).resolved()  # fmt: skip
     particles = Particles.start(model, config, device)
     gating = make_gating(model, discover(model, x[:2]), particles, config, None)
-    trainer = Trainer(particles, gating, config, num_data=50_000, steps_per_epoch=50_000 // options.batch)
-    trainer.prepare(x)
-    assert trainer.phase == "soft"
-    return lambda: trainer.step(x, y)
+    state = RunState(particles, gating, config, num_data=50_000, steps_per_epoch=50_000 // options.batch)
+    prepare(state, x)
+    assert state.phase == "soft"
+    return lambda: step(state, x, y)
 
 
 def grown(variant: str, options: argparse.Namespace) -> int:

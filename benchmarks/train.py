@@ -3,7 +3,7 @@
     python benchmarks/train.py --network resnet56 --batch 512 --particles 2
 
 Phases: `plain` n copies trained with SGD (once more with this library's fused norms), `dense` the same through the
-trainer, `soft` with relaxed gates, `discrete` sliced at the budget. Times are medians over repeated windows, which
+state, `soft` with relaxed gates, `discrete` sliced at the budget. Times are medians over repeated windows, which
 alternate so that all see the same machine.
 """
 
@@ -25,16 +25,18 @@ from dllp.devices.cuda_graph import Capture
 from dllp.prepare import make_gating
 from dllp.structure.groups import discover
 from dllp.training.particles import Particles
-from dllp.training.trainer import Trainer
+from dllp.training.state import RunState
+from dllp.training.step import decide, prepare
+from dllp.training.trainer import captured_step
 
 
-def trainer_for(model: torch.nn.Module, config: Config, device: torch.device, gated: bool) -> Trainer:
+def state_for(model: torch.nn.Module, config: Config, device: torch.device, gated: bool) -> RunState:
     particles = Particles.start(model, config, device)
     gating = None
     if gated:
         structure = discover(model, torch.randn(2, 3, 32, 32))
         gating = make_gating(model, structure, particles, config, None)
-    return Trainer(particles, gating, config, num_data=50_000, steps_per_epoch=97)
+    return RunState(particles, gating, config, num_data=50_000, steps_per_epoch=97)
 
 
 def main() -> None:
@@ -83,16 +85,17 @@ def main() -> None:
         return lambda: capture(x, y, key="plain")
 
     def dllp(phase: str) -> Callable[[], None]:
-        trainer = trainer_for(model, config, device, gated=phase != "dense")
-        trainer.step_index = 0 if phase == "dense" else int(0.2 * trainer.total_steps)
+        state = state_for(model, config, device, gated=phase != "dense")
+        state.step_index = 0 if phase == "dense" else int(0.2 * state.total_steps)
         if phase == "discrete":
-            trainer.belief.logits.normal_(generator=trainer.belief.generator)
-            trainer.discretise(trainer.gating)
-        trainer.prepare(x)
+            state.latents.logits.normal_(generator=state.latents.generator)
+            decide(state)
+        prepare(state, x)
+        capture = captured_step(state)
 
         def step() -> None:
-            trainer.capture(x, y, key=trainer.phase)
-            states[phase] = trainer.capture.state
+            capture(x, y, key=state.phase)
+            states[phase] = capture.state
 
         return step
 

@@ -21,7 +21,7 @@ from dllp.devices.torch_context import undisturbed
 from dllp.errors import ConfigError, NumericsError, StructureError
 from dllp.posterior import Posterior, posterior_of
 from dllp.prepare import Data, Source, check_parts, make_gating, prepare
-from dllp.records import EpochRecord, ExtractedParticle, Size
+from dllp.records import ExtractedParticle, Size
 from dllp.runs import artifacts
 from dllp.runs import result as stored
 from dllp.runs.checkpoints import State
@@ -32,11 +32,10 @@ from dllp.training import health
 from dllp.training.extract import costs, extract
 from dllp.training.gating import ChannelGating, WeightGating
 from dllp.training.particles import Particles
-from dllp.training.state import begin_snapshot, changing, restore, snapshot, unsound
-from dllp.training.trainer import Trainer
+from dllp.training.snapshot import begin_snapshot, changing, restore, snapshot, unsound
+from dllp.training.state import RunState
+from dllp.training.trainer import OnEpoch, OnStep, train
 
-OnEpoch = Callable[[EpochRecord], None]
-OnStep = Callable[[Trainer], None]
 ROLLBACKS = 3
 """How often a run may go back to its last checkpoint with half the learning rate."""
 
@@ -138,9 +137,9 @@ def prune(
         config: How; `dllp.Config(keep_flops=0.45)` for a budget.
         filter_fn: `filter_fn(module, name)` says what may be touched.
         on_epoch: Called with an :class:`EpochRecord` after each epoch.
-        on_step: Called with the :class:`Trainer` after each step.
-        on_start: Called with the :class:`Trainer` before its first step and after a rollback: its history has the
-            epochs that a checkpoint brought.
+        on_step: Called with the run's :class:`~dllp.training.state.RunState` after each step.
+        on_start: Called with it before the first step and after a rollback: its history has the epochs that a
+            checkpoint brought.
         checkpoints: Where the run writes its checkpoints; it goes on from the newest one that it finds there.
         ranks: The processes that share the run, from :func:`dllp.devices.ranks.joined`: all call this, with the same
             arguments, and all get the same result; `config.parallel` says what they share.
@@ -158,10 +157,10 @@ def prune(
         raise StructureError(f"the network has no channels that can be pruned ({reasons}): {WEIGHTS_INSTEAD}")
     place = _placed(ranks, config, batches, model, example)
 
-    def build(place: Place) -> Trainer:
+    def build(place: Place) -> RunState:
         particles = Particles.start(model, config, batches.device, place.own)
         gating = make_gating(model, structure, particles, config, filter_fn)
-        return _trainer(particles, gating, config, batches, place)
+        return _start(particles, gating, config, batches, place)
 
     return _collect(_train(build, place, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
 
@@ -184,8 +183,8 @@ def train_dense(
     batches, example, structure = ranks.together(lambda: prepare(model, data, config, None, ranks, channels=False))
     place = _placed(ranks, config, batches, model, example)
 
-    def build(place: Place) -> Trainer:
-        return _trainer(Particles.start(model, config, batches.device, place.own), None, config, batches, place)
+    def build(place: Place) -> RunState:
+        return _start(Particles.start(model, config, batches.device, place.own), None, config, batches, place)
 
     return _collect(_train(build, place, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
 
@@ -226,9 +225,9 @@ def share_reading(batches: StreamBatches, place: Place) -> None:
     place.batch = batches.batch_size
 
 
-def _trainer(
+def _start(
     particles: Particles, gating: ChannelGating | WeightGating | None, config: Config, batches: Source, place: Place
-) -> Trainer:
+) -> RunState:
     """A run before its first step; of a regression whose targets are large the noise begins at their mean square.
 
     From 1 Adam would take thousands of steps up there: it remembers the size of its first gradients. To what is below 1
@@ -236,114 +235,114 @@ def _trainer(
     """
     targets = next(iter(batches.epoch(0)))[1] if config.task == "regression" else None
     observed = batches.num_examples * (1 if targets is None else targets[0].numel())
-    trainer = Trainer(particles, gating, config, num_data=observed, steps_per_epoch=batches.steps, place=place)
+    state = RunState(particles, gating, config, num_data=observed, steps_per_epoch=batches.steps, place=place)
     if targets is not None:
-        trainer.belief.log_d.fill_(-0.5 * math.log(max(1.0, float(targets.double().square().mean()))))
-    return trainer
+        state.latents.log_d.fill_(-0.5 * math.log(max(1.0, float(targets.double().square().mean()))))
+    return state
 
 
 def _train(
-    build: Callable[[Place], Trainer],
+    build: Callable[[Place], RunState],
     place: Place,
     batches: Source,
     checkpoints: AnyCheckpoints | None,
     on_epoch: OnEpoch | None,
     on_step: OnStep | None,
     on_start: OnStep | None,
-) -> Trainer:
+) -> RunState:
     """Run to the end, from the newest checkpoint on; after a broken number roll back to it, if that is wanted."""
     live = notebook.Live() if notebook.in_notebook() else None
 
-    def after_step(trainer: Trainer) -> None:
+    def after_step(state: RunState) -> None:
         if live is not None:
-            last = trainer.history[-1] if trainer.history else None
-            live.step(trainer.step_index, trainer.total_steps, trainer.config, last)
+            last = state.history[-1] if state.history else None
+            live.step(state.step_index, state.total_steps, state.config, last)
         if on_step is not None:
-            on_step(trainer)
+            on_step(state)
         if checkpoints is not None:
-            last = trainer.step_index == trainer.total_steps
-            checkpoints.after_step(trainer.step_index, trainer.epoch_ends, lambda: healthy_snapshot(trainer), last=last)
+            last = state.step_index == state.total_steps
+            checkpoints.after_step(state.step_index, state.epoch_ends, lambda: healthy_snapshot(state), last=last)
 
     trouble, lr_scale = "", 1.0
     for attempt in range(ROLLBACKS + 1):
-        trainer = build(place)
+        state = build(place)
         if checkpoints is not None and not attempt:
             checkpoints.begin()
         found = checkpoints.latest() if checkpoints is not None else None
         if found is not None:
-            restore(trainer, found)
+            restore(state, found)
         if attempt:
-            trainer.trouble, trainer.lr_scale = trouble, lr_scale
+            state.trouble, state.lr_scale = trouble, lr_scale
         if on_start is not None:
-            on_start(trainer)
+            on_start(state)
         try:
-            trainer.run(batches, on_epoch=on_epoch, on_step=after_step)
+            train(state, batches, on_epoch=on_epoch, on_step=after_step)
             if checkpoints is not None:
                 checkpoints.flush()
-            return trainer if place.alone else _whole(build, trainer, batches)
+            return state if place.alone else _whole(build, state, batches)
         except NumericsError as error:
-            if trainer.config.on_nan == "stop" or error.in_data or attempt == ROLLBACKS:
+            if state.config.on_nan == "stop" or error.in_data or attempt == ROLLBACKS:
                 raise
-            trouble, lr_scale = str(error), trainer.lr_scale / 2
+            trouble, lr_scale = str(error), state.lr_scale / 2
         finally:
             if checkpoints is not None:
                 checkpoints.settle()
     raise AssertionError("the last attempt returns or raises")
 
 
-def _whole(build: Callable[[Place], Trainer], part: Trainer, batches: Source) -> Trainer:
+def _whole(build: Callable[[Place], RunState], part: RunState, batches: Source) -> RunState:
     """The finished run of several processes as one process holds it."""
     whole = build(Place(part.config.particles))
     restore(whole, snapshot(part))
-    whole.run(batches)  # nothing is left to train
+    train(whole, batches)  # nothing is left to train
     return whole
 
 
-def healthy_snapshot(trainer: Trainer) -> Callable[[], State]:
+def healthy_snapshot(state: RunState) -> Callable[[], State]:
     """A snapshot that is under way, but never of a run in which a number broke."""
-    trainer.check_health()
-    found = changing(trainer)
-    trouble = next(filter(None, trainer.place.everyone.texts(unsound(found))), "")
+    health.check(state)
+    found = changing(state)
+    trouble = next(filter(None, state.place.everyone.texts(unsound(found))), "")
     if trouble:
-        raise trainer.broken(health.find(trainer) or trouble, trainer.step_index)
-    return begin_snapshot(trainer, found)
+        raise health.broken(state, health.find(state) or trouble, state.step_index)
+    return begin_snapshot(state, found)
 
 
-def _collect(trainer: Trainer, structure: Structure, example: Tensor) -> Result:
+def _collect(state: RunState, structure: Structure, example: Tensor) -> Result:
     """Extract every particle of a finished run and count what it costs."""
-    extracted = extract(trainer.particles, trainer.gating, trainer.belief.keep, example)
-    belief = trainer.belief
-    noise = belief.noise().cpu()
+    extracted = extract(state.particles, state.gating, state.latents.keep, example)
+    latents = state.latents
+    noise = latents.noise().cpu()
     dense = Size(structure.flops.dense, round(structure.params.dense))
     sizes, widths = [dense] * len(extracted), {}
-    gating, keep = trainer.gating, belief.keep
+    gating, keep = state.gating, latents.keep
     if gating is not None and keep is not None:
         sizes, widths = costs(gating, keep)
     empty = torch.zeros(len(extracted), 0, dtype=torch.bool)
     ordered = gating.in_order if gating is not None else lambda values: values
     return Result(
-        config=trainer.config,
+        config=state.config,
         particles=extracted,
-        posterior=posterior_of([particle.network for particle in extracted], noise, trainer.config),
-        history=[record.as_dict() for record in trainer.history],
+        posterior=posterior_of([particle.network for particle in extracted], noise, state.config),
+        history=[record.as_dict() for record in state.history],
         dense=dense,
         sizes=sizes,
         gates={
-            "logits": ordered(belief.logits).cpu(),
+            "logits": ordered(latents.logits).cpu(),
             "keep": (empty if keep is None else ordered(keep)).cpu(),
-            "slab": belief.log_slab.exp().cpu(),
+            "slab": latents.log_slab.exp().cpu(),
             "noise": noise,
         },
         widths=widths,
         whole=dict(structure.whole if gating is None else gating.whole),
-        info=environment(trainer.particles.device) | _log_prior(trainer),
+        info=environment(state.particles.device) | _log_prior(state),
     )
 
 
-def _log_prior(trainer: Trainer) -> dict[str, Any]:
+def _log_prior(state: RunState) -> dict[str, Any]:
     """What the prior says of each particle, and N, by which it counts in the mean log-posterior (Section 2)."""
-    if trainer.gating is None:
+    if state.gating is None:
         return {}
     with torch.no_grad():
-        values = trainer.belief.log_prior(trainer.particles.rows)
-    return {"log_prior": values.tolist(), "num_data": trainer.num_data}
+        values = state.latents.log_prior(state.particles.rows)
+    return {"log_prior": values.tolist(), "num_data": state.num_data}

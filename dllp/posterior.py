@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dllp.config import Config
 from dllp.errors import ConfigError, DataError, check_count, first_line
-from dllp.method import objective
+from dllp.method import likelihood
 from dllp.structure.trace import UNFIT
 
 
@@ -51,7 +51,7 @@ class Posterior:
     """
 
     def __init__(
-        self, networks: Sequence[nn.Module], noise: Tensor, task: objective.Task = "classification", *,
+        self, networks: Sequence[nn.Module], noise: Tensor, task: likelihood.Task = "classification", *,
         head: bool = False,
     ) -> None:  # fmt: skip
         self.networks, self.noise, self.task, self.head = list(networks), noise, task, head
@@ -83,7 +83,7 @@ class Posterior:
                 parts = [_forward(network, part.to(device)).float().flatten(1).cpu() for part in x.split(batch_size)]
             outputs, noise = torch.cat(parts), constant.expand(len(x))
             if self.head:
-                outputs, log_d = objective.split_noise(outputs)
+                outputs, log_d = likelihood.split_noise(outputs)
                 noise = (-2 * log_d).exp()
             predictions.append(outputs)
             noises.append(noise)

@@ -20,7 +20,7 @@ from dllp.data.download import Progress
 from dllp.devices.device import find_device
 from dllp.errors import ConfigError
 from dllp.records import EpochRecord
-from dllp.training.trainer import Trainer
+from dllp.training.state import RunState
 from paper import cluster, plans, run, tables
 from paper.jobs import Runner
 from paper.launch import Spread
@@ -39,7 +39,7 @@ class Shown(Protocol):
 
     def begin(self, title: str, epochs: int, target: float | None) -> None: ...
 
-    def step(self, trainer: Trainer) -> None: ...
+    def step(self, state: RunState) -> None: ...
 
     def epoch(self, record: EpochRecord) -> None: ...
 
@@ -50,7 +50,7 @@ class Nothing(AbstractContextManager["Nothing"]):
     def begin(self, title: str, epochs: int, target: float | None) -> None:
         """A training starts."""
 
-    def step(self, trainer: Trainer) -> None:
+    def step(self, state: RunState) -> None:
         """It took a step."""
 
     def epoch(self, record: EpochRecord) -> None:

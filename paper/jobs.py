@@ -30,7 +30,7 @@ from dllp.structure.groups import Structure, discover
 from dllp.structure.select import select
 from dllp.structure.slicing import cut
 from dllp.structure.slicing import recipe as kept_channels
-from dllp.training.trainer import Trainer
+from dllp.training.state import RunState
 from paper.recipes import recipe, short
 from paper.splits import CLEAN, Split, Splits
 
@@ -38,7 +38,7 @@ Method = Literal["dense", "dllp", "thin", "magnitude", "random", "baseline"]
 DERIVED = ("magnitude", "random")
 """Methods that cut the dense network of the same seed and train nothing themselves."""
 OnEpoch = Callable[[EpochRecord], None]
-OnStep = Callable[[Trainer], None]
+OnStep = Callable[[RunState], None]
 FLOPS_OF = {"dense": "the dense network", "channel": "the extracted network", "weight": "its non-zero weights"}
 MACHINE = ("device", "precision", "engine", "deterministic", "parallel", "recompute")
 """Fields of Config that say how something is computed, not what."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from dllp.baselines.protocol import Method, Published, Scene, not_negative, penalty, share
-from dllp.method.priors import PRIORS
-from dllp.training.trainer import Trainer
+from dllp.method.other_priors import PRIORS
+from dllp.training.state import RunState
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class DeepHoyer(Method):
         not_negative(strength=self.strength)
         share(least=self.least)
 
-    def start(self, trainer: Trainer, scene: Scene) -> None:
-        trainer.penalty = penalty(scene.filters, PRIORS["hoyer"], self.strength, 1.0)
+    def start(self, state: RunState, scene: Scene) -> None:
+        state.penalty = penalty(scene.filters, PRIORS["hoyer"], self.strength, 1.0)
 
     def scores(self, scene: Scene) -> Tensor:
         norms = scene.filters.of(scene.particles.rows)[0].abs()

@@ -19,7 +19,7 @@ from dllp.prepare import Data
 from dllp.structure.groups import Structure
 from dllp.structure.padding import fill, kept_places, padded, widened
 from dllp.structure.slicing import Recipe, cut, recipe, restrict
-from dllp.training.trainer import Trainer
+from dllp.training.state import RunState
 
 MULTIPLE = 8
 """Tensor cores and vector units of processors want it."""
@@ -35,7 +35,7 @@ def in_lanes(whole: nn.Module, structure: Structure, keep: Tensor) -> Verb:
         wide, inner = _widen(whole, structure, keep)
         places = kept_places(wide, inner)
         fill(wide, model, places)
-        result = hooked(train_dense, lambda trainer: _hold(trainer, places))(wide, data, config, **rest)
+        result = hooked(train_dense, lambda state: _hold(state, places))(wide, data, config, **rest)
         small = cut(result.model, inner)
         particles = [replace(result.particles[0], network=small, reference=small)]
         return replace(result, particles=particles, posterior=posterior_of([small], result.gates["noise"], config))
@@ -51,11 +51,11 @@ def _widen(whole: nn.Module, structure: Structure, keep: Tensor) -> tuple[nn.Mod
     return wide, recipe(wide, groups, keep[more])
 
 
-def _hold(trainer: Trainer, places: dict[str, Tensor]) -> None:
+def _hold(state: RunState, places: dict[str, Tensor]) -> None:
     """Let only the living part move."""
-    layout, moving = trainer.particles.layout, torch.zeros_like(trainer.learnable)
-    for name, parameter in trainer.particles.networks[0].named_parameters():
+    layout, moving = state.particles.layout, torch.zeros_like(state.learnable)
+    for name, parameter in state.particles.networks[0].named_parameters():
         alive = torch.zeros(parameter.numel(), dtype=torch.bool)
         alive[places[name]] = True
         layout.segments[name].view(moving).copy_(alive.view(parameter.shape))
-    trainer.moving = (moving & trainer.learnable).expand(len(trainer.particles), -1)
+    state.moving = (moving & state.learnable).expand(len(state.particles), -1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dllp.api import OnStep, Result, train_dense
-from dllp.training.trainer import Trainer
+from dllp.api import Result, train_dense
+from dllp.training.state import RunState
+from dllp.training.trainer import OnStep
 
 Verb = Callable[..., Result]
 """Something like :func:`dllp.api.train_dense`."""
@@ -16,10 +17,10 @@ def hooked(verb: Verb, start: OnStep, step: OnStep | None = None) -> Verb:
     """A verb that calls `start` and `step` before the caller's own on_start and on_step."""
 
     def both(first: OnStep | None, second: OnStep | None) -> OnStep:
-        def call(trainer: Trainer) -> None:
+        def call(state: RunState) -> None:
             for each in (first, second):
                 if each is not None:
-                    each(trainer)
+                    each(state)
 
         return call
 
@@ -32,12 +33,12 @@ def hooked(verb: Verb, start: OnStep, step: OnStep | None = None) -> Verb:
 def holding(gated: tuple[str, ...]) -> Verb:
     """A training in which the zeros of single weights stay zero."""
 
-    def start(trainer: Trainer) -> None:
-        particles = trainer.particles
-        moving = trainer.learnable.clone()
+    def start(state: RunState) -> None:
+        particles = state.particles
+        moving = state.learnable.clone()
         for name, parameter in particles.networks[0].named_parameters():
             if name in gated:
                 particles.layout.segments[name].view(moving).mul_(parameter.detach() != 0)
-        trainer.moving = moving.expand(len(particles), -1)
+        state.moving = moving.expand(len(particles), -1)
 
     return hooked(train_dense, start)

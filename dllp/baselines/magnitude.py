@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dllp.baselines.protocol import Method, Scene, not_negative, penalty
 from dllp.config import Config
-from dllp.method.priors import PRIORS
-from dllp.training.trainer import Trainer
+from dllp.method.other_priors import PRIORS
+from dllp.training.state import RunState
 
 
 @dataclass(frozen=True)
@@ -48,5 +48,5 @@ class MagnitudeL1(MagnitudeL2):
     def settings(self, config: Config) -> Config:
         return replace(config, weight_decay=0.0)
 
-    def start(self, trainer: Trainer, scene: Scene) -> None:
-        trainer.penalty = penalty(scene.gating.scales, PRIORS["laplace"], self.strength, 1.0)
+    def start(self, state: RunState, scene: Scene) -> None:
+        state.penalty = penalty(scene.gating.scales, PRIORS["laplace"], self.strength, 1.0)

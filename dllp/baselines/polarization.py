@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from dllp.baselines.protocol import Published, Scene, penalty
 from dllp.baselines.slimming import Slimming
-from dllp.method.priors import PRIORS
-from dllp.training.trainer import Trainer
+from dllp.method.other_priors import PRIORS
+from dllp.training.state import RunState
 
 
 @dataclass(frozen=True)
@@ -37,5 +37,5 @@ class Polarization(Slimming):
         super().__post_init__()
         PRIORS["polarization"].check(self.t, 1.0)
 
-    def start(self, trainer: Trainer, scene: Scene) -> None:
-        trainer.penalty = penalty(scene.gating.scales, PRIORS["polarization"], self.strength, self.t, 1.0)
+    def start(self, state: RunState, scene: Scene) -> None:
+        state.penalty = penalty(scene.gating.scales, PRIORS["polarization"], self.strength, self.t, 1.0)

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from dllp.config import Config, Granularity
 from dllp.errors import ConfigError
-from dllp.method.priors import Prior
+from dllp.method.other_priors import Prior
 from dllp.structure.groups import Structure
 from dllp.structure.slicing import Recipe
 from dllp.training.gating import ChannelGating, Scales, WeightGating, channel_scales
 from dllp.training.particles import Particles
-from dllp.training.trainer import Trainer
+from dllp.training.state import RunState
 
 PRIOR_SETTINGS = ("prior", "prior_scale", "polarization", "slab_decay")
 """Settings of DLLP's own prior, which no other method has."""
@@ -123,10 +123,10 @@ class Method:
         """The recipe of the first training, where the method wants another one than the dense network's."""
         return config
 
-    def start(self, trainer: Trainer, scene: Scene) -> None:
-        """Called before the first step: a regulariser sets `trainer.penalty`."""
+    def start(self, state: RunState, scene: Scene) -> None:
+        """Called before the first step: a regulariser sets `state.penalty`."""
 
-    def step(self, trainer: Trainer, scene: Scene) -> None:
+    def step(self, state: RunState, scene: Scene) -> None:
         """Called after every step of the first training."""
 
     def scores(self, scene: Scene) -> Tensor:
@@ -168,7 +168,7 @@ def not_negative(**values: float) -> None:
 
 
 def penalty(scales: Scales, prior: Prior, strength: float, *parameters: float) -> Callable[[Tensor], Tensor]:
-    """(n, P) rows -> (n, P): gradient of -strength * log prior of the units' sizes |scale|, for `trainer.penalty`."""
+    """(n, P) rows -> (n, P): gradient of -strength * log prior of the units' sizes |scale|, for `state.penalty`."""
     prior.check(*parameters)
     not_negative(strength=strength)
     at = scales.coordinates

@@ -25,7 +25,7 @@ from dllp.structure.groups import FilterFn, Structure
 from dllp.training.extract import costs, extract
 from dllp.training.gating import WeightGating
 from dllp.training.particles import Particles
-from dllp.training.trainer import Trainer
+from dllp.training.state import RunState
 
 Train = Callable[[Verb, str, nn.Module, Data, Config], Result]
 """Runs a verb as the named stage of a run."""
@@ -131,11 +131,11 @@ class _Scenes:
         """The verb, with the method's own hooks before those of the caller."""
         scene: list[Scene] = []
 
-        def start(trainer: Trainer) -> None:
-            scene[:] = [self.at(trainer.particles)]
-            self.method.start(trainer, scene[0])
+        def start(state: RunState) -> None:
+            scene[:] = [self.at(state.particles)]
+            self.method.start(state, scene[0])
 
-        return hooked(verb, start, lambda trainer: self.method.step(trainer, scene[0]))
+        return hooked(verb, start, lambda state: self.method.step(state, scene[0]))
 
 
 def _scores(method: Method, scene: Scene) -> Tensor:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dllp.baselines.protocol import Method, Published, Scene, not_negative, penalty, share
-from dllp.method.priors import PRIORS
-from dllp.training.trainer import Trainer
+from dllp.method.other_priors import PRIORS
+from dllp.training.state import RunState
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Slimming(Method):
         not_negative(strength=self.strength)
         share(least=self.least)
 
-    def start(self, trainer: Trainer, scene: Scene) -> None:
-        trainer.penalty = penalty(scene.gating.scales, PRIORS["laplace"], self.strength, 1.0)
+    def start(self, state: RunState, scene: Scene) -> None:
+        state.penalty = penalty(scene.gating.scales, PRIORS["laplace"], self.strength, 1.0)
 
     def scores(self, scene: Scene) -> Tensor:
         return scene.spared(scene.gating.scales.of(scene.particles.rows)[0].abs(), self.least)

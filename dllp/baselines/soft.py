@@ -24,7 +24,7 @@ from dllp.baselines.protocol import Method, Published, Scene, share
 from dllp.config import Config
 from dllp.errors import ConfigError
 from dllp.training.gating import NORMS
-from dllp.training.trainer import Trainer
+from dllp.training.state import RunState
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class SoftFilters(Method):
             raise ConfigError(f"momentum = 0: what {self.name} has zeroed returns by its momentum alone, give some")
         return config
 
-    def step(self, trainer: Trainer, scene: Scene) -> None:
-        if trainer.epoch_ends and trainer.progress >= self.begin:
+    def step(self, state: RunState, scene: Scene) -> None:
+        if state.epoch_ends and state.progress >= self.begin:
             self.zero(scene)
 
     @torch.no_grad()

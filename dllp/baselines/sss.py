@@ -20,7 +20,7 @@ import torch
 
 from dllp.baselines.protocol import Scene
 from dllp.baselines.slimming import Slimming
-from dllp.training.trainer import Trainer
+from dllp.training.state import RunState
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class SparseStructures(Slimming):
     published = ()
     strength: float = 1e-6
 
-    def start(self, trainer: Trainer, scene: Scene) -> None:
+    def start(self, state: RunState, scene: Scene) -> None:
         """No penalty in the gradient: the threshold is all."""
 
     @torch.no_grad()
-    def step(self, trainer: Trainer, scene: Scene) -> None:
+    def step(self, state: RunState, scene: Scene) -> None:
         scales, rows = scene.gating.scales, scene.particles.rows
-        threshold = trainer.lr * self.strength / (1 - trainer.config.momentum) / scales.count
+        threshold = state.lr * self.strength / (1 - state.config.momentum) / scales.count
         size = scales.of(rows).abs()
         shrink = (1 - threshold / size.clamp_min(torch.finfo(rows.dtype).tiny)).clamp_min(0)
         rows[:, scales.coordinates] *= shrink[..., None]

@@ -21,7 +21,7 @@ from dllp.deploy.speed import Row as SpeedRow
 from dllp.deploy.speed import describe as describe_speed
 from dllp.evaluation.evaluate import CLEAN, OUTSIDE, TOGETHER, Efficiency, Evaluation, Row
 from dllp.records import EpochRecord
-from dllp.training.trainer import Trainer
+from dllp.training.state import RunState
 
 try:
     import resource
@@ -39,7 +39,7 @@ class Silent(AbstractContextManager["Silent"]):
     def begin(self, title: str, epochs: int, target: float | None) -> None:
         """A training run of so many epochs starts; `target` is the fraction of the cost it is to keep."""
 
-    def step(self, trainer: Trainer) -> None:
+    def step(self, state: RunState) -> None:
         """Called after each step: must not look at tensors, which would wait for the device."""
 
     def epoch(self, record: EpochRecord) -> None:
@@ -63,9 +63,9 @@ class Lines(Silent):
         self.title, self.epochs, self.target = title, epochs, target
         self.steps, self.device, self.seconds = 0, torch.device("cpu"), 0.0
 
-    def step(self, trainer: Trainer) -> None:
-        self.steps, self.device = trainer.steps_per_epoch, trainer.particles.device
-        self.epochs = trainer.config.epochs  # fine-tuning has its own
+    def step(self, state: RunState) -> None:
+        self.steps, self.device = state.steps_per_epoch, state.particles.device
+        self.epochs = state.config.epochs  # fine-tuning has its own
 
     def epoch(self, record: EpochRecord) -> None:
         # the first epoch also warms up; later ones tell more about those to come
@@ -97,9 +97,9 @@ class Bar(Silent):
             self.bar.remove_task(old)
         self.task = self.bar.add_task(title, total=None, epoch=f"epoch 1/{epochs}", numbers="")
 
-    def step(self, trainer: Trainer) -> None:
-        self.device, self.epochs = trainer.particles.device, trainer.config.epochs  # fine-tuning has its own
-        self.bar.update(self.task, total=trainer.total_steps, completed=trainer.step_index)
+    def step(self, state: RunState) -> None:
+        self.device, self.epochs = state.particles.device, state.config.epochs  # fine-tuning has its own
+        self.bar.update(self.task, total=state.total_steps, completed=state.step_index)
 
     def epoch(self, record: EpochRecord) -> None:
         epoch = f"epoch {min(record.epoch + 1, self.epochs)}/{self.epochs}"

@@ -34,8 +34,8 @@ from dllp.runs.checkpoints import Checkpoints
 from dllp.runs.folder import RunFolder, Signals
 from dllp.runs.shared_checkpoints import AnyCheckpoints, SharedCheckpoints
 from dllp.training import health
-from dllp.training.state import FREE
-from dllp.training.trainer import Trainer
+from dllp.training.snapshot import FREE
+from dllp.training.state import RunState
 
 OWN = (
     "out", "overwrite", "resume", "config", "quiet", "trust_imports", "checkpoint_steps", "checkpoint_minutes",
@@ -239,18 +239,18 @@ class _Pruning:
         own = Checkpoints(place, on_begin=lambda: self.folder.begin(self.text), **self.rhythm)
         held: AnyCheckpoints = own if self.ranks.alone else SharedCheckpoints(self.ranks, own)
 
-        def on_start(trainer: Trainer) -> None:
+        def on_start(state: RunState) -> None:
             self.signals.training = held
             for text in held.damaged:
-                used = "the checkpoint before it is used" if trainer.step_index else "no other is left to go on from"
+                used = "the checkpoint before it is used" if state.step_index else "no other is left to go on from"
                 warn(f"{text}; {used}")
-            if trainer.trouble:
-                warn(f"{trainer.trouble}; back at step {trainer.step_index} with lr {config.lr * trainer.lr_scale:g}")
-            elif trainer.step_index:
-                self.say(f"{name}: going on after step {trainer.step_index} of {trainer.total_steps}")
-            self.folder.start_log(name, trainer.history)
+            if state.trouble:
+                warn(f"{state.trouble}; back at step {state.step_index} with lr {config.lr * state.lr_scale:g}")
+            elif state.step_index:
+                self.say(f"{name}: going on after step {state.step_index} of {state.total_steps}")
+            self.folder.start_log(name, state.history)
             if board is not None:
-                board.start(trainer)
+                board.start(state)
 
         def on_epoch(record: EpochRecord) -> None:
             self.folder.log(name, record)

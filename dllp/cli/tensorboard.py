@@ -8,7 +8,7 @@ from typing import Any
 
 from dllp.errors import ConfigError
 from dllp.records import EpochRecord
-from dllp.training.trainer import Trainer
+from dllp.training.state import RunState
 
 FOLDER = "tensorboard"
 """Inside the run folder."""
@@ -33,29 +33,29 @@ class Board:
     def __init__(self, folder: Path, training: str) -> None:
         self.place = folder / FOLDER / training
         self.writer: Any = None
-        self.trainer: Trainer | None = None
+        self.state: RunState | None = None
 
-    def start(self, trainer: Trainer) -> None:
+    def start(self, state: RunState) -> None:
         """Before the first step and after a rollback: what was told of later epochs is taken back."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.close()
-        self.trainer = trainer
-        self.writer = SummaryWriter(str(self.place), purge_step=len(trainer.history) + 1)
+        self.state = state
+        self.writer = SummaryWriter(str(self.place), purge_step=len(state.history) + 1)
 
     def epoch(self, record: EpochRecord) -> None:
         """The curves, one for each particle where there are several, and the histograms."""
-        if self.writer is None or self.trainer is None:
+        if self.writer is None or self.state is None:
             return
         for name in CURVES:
             value = getattr(record, name)
             parts = value if isinstance(value, list) else [] if value is None else [value]
             for i, part in enumerate(parts):
                 self.writer.add_scalar(name if len(parts) == 1 else f"{name}/particle {i + 1}", part, record.epoch)
-        belief = self.trainer.belief
+        belief = self.state.latents
         if belief.logits.numel():
             self.writer.add_histogram("gates", belief.logits.sigmoid(), record.epoch)
-        for name, parameter in self.trainer.particles.networks[0].named_parameters():
+        for name, parameter in self.state.particles.networks[0].named_parameters():
             if parameter.dim() > 1:
                 self.writer.add_histogram(f"weights/{name}", parameter.detach(), record.epoch)
         self.writer.flush()

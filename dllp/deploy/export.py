@@ -19,7 +19,7 @@ from dllp import files
 from dllp.api import Result
 from dllp.devices.torch_context import undisturbed
 from dllp.errors import ConfigError, ExportError, check_count, first_line, is_whole
-from dllp.method.objective import split_noise
+from dllp.method.likelihood import split_noise
 from dllp.posterior import decompose, evaluating
 from dllp.structure.groups import chosen_again, discover
 from dllp.structure.padding import fill, kept_places, kept_units, padded

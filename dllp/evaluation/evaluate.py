@@ -15,7 +15,7 @@ from dllp.data.corruptions import Corruption
 from dllp.devices.torch_context import undisturbed
 from dllp.errors import DataError
 from dllp.evaluation import metrics
-from dllp.method import efficiency, objective
+from dllp.method import efficiency, likelihood
 from dllp.posterior import Posterior, decompose, posterior_of
 from dllp.records import Size
 
@@ -254,7 +254,7 @@ def _measure(prediction: Tensor, variance: Tensor, data: ArrayData) -> dict[str,
     values = {"rmse": metrics.rmse(prediction, y)}
     if bool((variance > 0).all()):
         values["nll"] = metrics.gaussian_nll(prediction, variance.view(len(y), -1), y)
-    return values | objective.fitted(values["rmse"] ** 2, prediction.shape[1])
+    return values | likelihood.fitted(values["rmse"] ** 2, prediction.shape[1])
 
 
 def _together(posterior: Posterior, members: Tensor, noise: Tensor, data: ArrayData) -> dict[str, float]:
@@ -271,7 +271,7 @@ def classified(members: Tensor, labels: Tensor) -> dict[str, float]:
     exact = members.double()
     doubt = decompose(exact)
     values = metrics.summary(doubt.mean, labels) | {"aleatoric": float(doubt.aleatoric.mean())}
-    values |= objective.fitted(values["brier"] / exact.shape[2], exact.shape[2])
+    values |= likelihood.fitted(values["brier"] / exact.shape[2], exact.shape[2])
     if len(exact) > 1 and doubt.mutual_information is not None:
         values |= {
             "epistemic": float(doubt.epistemic.mean()),

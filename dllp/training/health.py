@@ -1,41 +1,72 @@
-"""Which number broke: the first NaN or infinity in data, loss, gradient or gates; and runs that learned nothing."""
+"""Numerical health of a run: the first NaN or infinity by name, and runs that learned nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from dllp.training.trainer import Trainer
+from dllp.config import SPIKE_AND_SLAB
+from dllp.errors import NumericsError
+from dllp.training.state import RunState
+from dllp.training.step import step
 
 
-def in_data(trainer: Trainer, x: Tensor, y: Tensor) -> str:
+def check(state: RunState) -> None:
+    """Raise if a number broke in a recent step: the step is run once more to see which.
+
+    That moves no weight; statistics of batch norms and what is learned beside the weights may move, in a run that
+    ends here or goes back to its last checkpoint.
+    """
+    if not bool(state.healthy):
+        for number, x, y in state.recent:
+            data = in_data(state, x, y)
+            trouble = data or diagnose(state, x, y)
+            if trouble:
+                raise broken(state, trouble, number + 1, in_data=bool(data))
+        raise broken(state, "NaN or infinity", state.step_index)
+    state.recent.clear()
+
+
+def broken(state: RunState, trouble: str, number: int, *, in_data: bool = False) -> NumericsError:
+    """The error that names what broke, when, and the way out."""
+    c = state.config
+    other = ", or use on_nan = rollback" if c.on_nan == "stop" else ""
+    plain = state.gating is None or c.prior == SPIKE_AND_SLAB
+    wider = "" if plain else f", raise prior_scale (now {c.prior_scale:g})"
+    error = NumericsError(
+        f"{trouble} at step {number} (epoch {(number - 1) // state.steps_per_epoch + 1}): lower lr "
+        f"(now {c.lr * state.lr_scale:g}){wider}{other}"
+    )
+    error.told, error.in_data = not state.place.first, in_data
+    return error
+
+
+def in_data(state: RunState, x: Tensor, y: Tensor) -> str:
     """What is not finite in a batch; empty where nothing is. All processes of a run come here together."""
-    return _first(trainer, _in_data(x, y))
+    return _first(state, _in_data(x, y))
 
 
-def diagnose(trainer: Trainer, x: Tensor, y: Tensor) -> str:
-    """Run a step of an unhealthy trainer once more and name what is not finite; empty where nothing is.
+def diagnose(state: RunState, x: Tensor, y: Tensor) -> str:
+    """Run a step of an unhealthy run once more and name what is not finite; empty where nothing is.
 
     All processes of a run come here together, and return what the first of them finds that finds something.
     """
-    trouble = _first(trainer, find(trainer))
+    trouble = _first(state, find(state))
     if trouble:
         return trouble
-    before = trainer.statistics.clone()
-    trainer.statistics.zero_()
-    trainer.step(x, y)
-    losses = trainer.statistics[0].clone()
-    trainer.statistics.copy_(before)
-    return _first(trainer, _in_step(trainer, losses))
+    before = state.statistics.clone()
+    state.statistics.zero_()
+    step(state, x, y)
+    losses = state.statistics[0].clone()
+    state.statistics.copy_(before)
+    return _first(state, _in_step(state, losses))
 
 
-def _first(trainer: Trainer, text: str) -> str:
+def _first(state: RunState, text: str) -> str:
     """The first text of all processes that says something."""
-    return next(filter(None, trainer.place.everyone.texts(text)), "")
+    return next(filter(None, state.place.everyone.texts(text)), "")
 
 
 def _in_data(x: Tensor, y: Tensor) -> str:
@@ -45,26 +76,26 @@ def _in_data(x: Tensor, y: Tensor) -> str:
     return ""
 
 
-def _in_step(trainer: Trainer, losses: Tensor) -> str:
-    for number, loss, row in zip(trainer.place.own, losses, trainer.particles.gradients, strict=True):
+def _in_step(state: RunState, losses: Tensor) -> str:
+    for number, loss, row in zip(state.place.own, losses, state.particles.gradients, strict=True):
         if not _finite(loss):
-            return f"NaN or infinity in the loss of particle {number + 1}{_layer(trainer, row)}"
+            return f"NaN or infinity in the loss of particle {number + 1}{_layer(state, row)}"
         if not _finite(row):
-            return f"NaN or infinity in the gradient of particle {number + 1}{_layer(trainer, row)}"
+            return f"NaN or infinity in the gradient of particle {number + 1}{_layer(state, row)}"
     return ""
 
 
-def find(trainer: Trainer) -> str:
+def find(state: RunState) -> str:
     """What is not finite in the gates, weights, momentum or buffers as they stand; empty where nothing is."""
-    own = trainer.place.own
-    for number, row in zip(own, trainer.belief.logits, strict=True):
+    own = state.place.own
+    for number, row in zip(own, state.latents.logits, strict=True):
         if not _finite(row):
-            return f"NaN or infinity in the gate logits of particle {number + 1}{_module(trainer, row)}"
-    for name, values in (("weights", trainer.particles.rows), ("momentum", trainer.momentum)):
+            return f"NaN or infinity in the gate logits of particle {number + 1}{_module(state, row)}"
+    for name, values in (("weights", state.particles.rows), ("momentum", state.momentum)):
         for number, row in zip(own, values, strict=True):
             if not _finite(row):
-                return f"NaN or infinity in the {name} of particle {number + 1}{_layer(trainer, row)}"
-    for number, network in zip(own, trainer.particles.active, strict=True):
+                return f"NaN or infinity in the {name} of particle {number + 1}{_layer(state, row)}"
+    for number, network in zip(own, state.particles.active, strict=True):
         for name, buffer in network.named_buffers():
             if buffer.is_floating_point() and bool(buffer.isnan().any()):  # infinities may be masks
                 return f"NaN in the buffer {name} of particle {number + 1}"
@@ -98,17 +129,17 @@ def _finite(value: Tensor) -> bool:
     return bool(torch.isfinite(value).all())
 
 
-def _module(trainer: Trainer, row: Tensor) -> str:
+def _module(state: RunState, row: Tensor) -> str:
     """The first module with a gate (U,) that is not finite."""
-    scales = None if trainer.gating is None else trainer.gating.scales
+    scales = None if state.gating is None else state.gating.scales
     if scales is None:
         return ""
     broken = scales.module_sums((~row.isfinite()).to(row.dtype)[None])[0].tolist()
     return next((f" (layer {name})" for name, count in zip(scales.modules, broken, strict=True) if count), "")
 
 
-def _layer(trainer: Trainer, row: Tensor) -> str:
+def _layer(state: RunState, row: Tensor) -> str:
     """The first parameter of a row, from the network's end on, that is not finite: where backward met it first."""
-    segments = reversed(list(trainer.particles.layout.segments.values()))
+    segments = reversed(list(state.particles.layout.segments.values()))
     broken = [segment.name for segment in segments if not _finite(segment.view(row))]
     return f" (layer {broken[0]})" if broken else ""

@@ -1,4 +1,4 @@
-"""What is learned beside the weights: gates, slab precisions, the likelihood's noise, and the budget's multiplier.
+"""Latent variables learned beside the weights: gates, slab precisions, the likelihood's noise, the multiplier.
 
 They follow the plain gradient of the objective (equation 12's min-max read as empirical Bayes): the priors' and the
 noise's in closed form, the loss's in the gates and the budget's by a backward pass.
@@ -12,13 +12,17 @@ from torch import Tensor
 from dllp.config import SPIKE_AND_SLAB, Budget, Config
 from dllp.devices.mesh import Place
 from dllp.errors import DllpError, NumericsError
-from dllp.method import gates, objective, priors
+from dllp.method import budget, gates, spike_and_slab
+from dllp.method.other_priors import PRIORS, Prior
 from dllp.records import GATE_BINS
 from dllp.training.gating import ChannelGating, WeightGating
 
+PriorTerms = tuple[Tensor, Tensor, Tensor, float]
+"""Arguments of equation 10 at each unit: scales (n, U), gate logits (n, U), slab (n, U) and spike precision."""
 
-class Belief:
-    """The beliefs of n particles about U gates in L modules.
+
+class Latents:
+    """Gate logits, slab precisions, noise and multipliers of n particles with U gates in L modules.
 
     Args:
         gating: What the gates rule; None where there are none.
@@ -49,9 +53,7 @@ class Belief:
         self.budget: Budget
         self.budget, self.target = config.budget
         self.spike = float(config.epsilon or 0)
-        self.other = None if config.prior == SPIKE_AND_SLAB else priors.chosen(config)
-        # scales, logits, slab and spike: `prior_pulls` of a step sets them, `gate_gradient` reads them; not of others
-        self.prior: tuple[Tensor, Tensor, Tensor, float] | None = None
+        self.other = None if config.prior == SPIKE_AND_SLAB else replaced_prior(config)
         gated = units if config.prior_strength == "tempered" else 1
         self.strength = 1 / max(num_data, gated)
         # the prior pushes a gate by beta / N, the budget by about 1 / U: it must be able to hold against it
@@ -76,22 +78,23 @@ class Belief:
         noise = torch.rand(shape, generator=self.generator, device=device, dtype=dtype)
         return gates.sample(self.logits, temperature, self.place.take(noise))
 
-    def prior_pulls(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """(n, P) -> the pull of slab and spike on each unit's coordinates, (n, U) each; sets the slab's gradient.
+    def prior_pulls(self, rows: Tensor) -> tuple[Tensor, Tensor, PriorTerms | None]:
+        """(n, P) -> the pull of slab and spike on each unit's coordinates, (n, U) each, and the terms of equation 10.
 
-        Other priors are of the sizes |scale|, which a single coordinate's root mean square is, too.
+        Sets the slab's gradient. Other priors have no such terms, and are of the sizes |scale|, which a single
+        coordinate's root mean square is, too.
         """
         scales = self._gating.scales
         if self.other is not None:
             prior, parameters = self.other
             scores = prior.unit_scores(scales.of(rows), scales.lengths, *parameters)
             pull = self.strength * scales.pulls(rows, scores)
-            return pull, torch.zeros_like(pull)
-        self.prior = here = (scales.of(rows), self.logits, scales.spread(self.log_slab).exp(), self.spike)
-        slab_gradient = scales.module_sums(priors.log_slab_score(*here))
+            return pull, torch.zeros_like(pull), None
+        terms = scales.of(rows), self.logits, scales.spread(self.log_slab).exp(), self.spike
+        slab_gradient = scales.module_sums(spike_and_slab.log_slab_score(*terms))
         self.d_slab.copy_(slab_gradient).mul_(-self.config.beta * self.strength)
-        slab, spike = priors.precision_parts(*here)
-        return self.strength * slab / scales.count, self.strength * spike / scales.count
+        slab, spike = spike_and_slab.precision_parts(*terms)
+        return self.strength * slab / scales.count, self.strength * spike / scales.count, terms
 
     def shrinkage(self, rows: Tensor) -> tuple[Tensor, float]:
         """`decayed` and `decay` of :func:`dllp.method.update.update_rows`: a weight has one shrinkage (Section 2).
@@ -117,10 +120,12 @@ class Belief:
         precision = scales.spread(2 * self.log_slab).exp() / scales.count
         return self.config.beta * self.strength / self.place.particles * precision
 
-    def gate_gradient(self, z: Tensor, through: Tensor, temperature: Tensor, ramp: Tensor) -> None:
+    def gate_gradient(
+        self, z: Tensor, through: Tensor, terms: PriorTerms | None, temperature: Tensor, ramp: Tensor
+    ) -> None:
         """Set the logits' gradient from the loss's gradient in the sampled gates (n, U), the prior and the budget."""
         self.logits.grad = self.d_logits
-        prior = torch.zeros_like(z) if self.prior is None else priors.gate_score(*self.prior)
+        prior = torch.zeros_like(z) if terms is None else spike_and_slab.gate_score(*terms)
         energy = self._budget_gradient(ramp)
         self.d_logits.copy_(through * z * (1 - z) / temperature - self.config.beta * self.strength * prior + energy)
         if self.target is not None:
@@ -135,7 +140,7 @@ class Belief:
             if self.target is None:
                 energy = (self.config.sparsity or 0.0) * fraction
             else:
-                energy, gap = objective.budget_energy(fraction, ramp, self.multiplier, penalty)
+                energy, gap = budget.budget_energy(fraction, ramp, self.multiplier, penalty)
                 self.gap.copy_(gap.detach())
             (gradient,) = torch.autograd.grad(energy.sum(), logits)
         return gradient
@@ -150,7 +155,7 @@ class Belief:
             gradient.masked_fill_(~healthy, 0)
         self.adam.step()
         if self.config.slab_bounds is not None:
-            self.log_slab.copy_(priors.clamp_slab(self.log_slab, self.config.slab_bounds))
+            self.log_slab.copy_(spike_and_slab.clamp_slab(self.log_slab, self.config.slab_bounds))
 
     def decide(self) -> Tensor:
         """bool (n, U): the gates that stay, such that the true cost meets the budget."""
@@ -164,7 +169,7 @@ class Belief:
         values = scales.of(rows).double()
         if self.other is None:
             slab = scales.spread(self.log_slab).exp().double()
-            return priors.spike_and_slab_log_prob(values, self.logits.double(), slab, self.spike).sum(1)
+            return spike_and_slab.log_prob(values, self.logits.double(), slab, self.spike).sum(1)
         prior, parameters = self.other
         values = values.abs()
         parts = values.split(list(scales.lengths), dim=1) if prior.scope == "module" else [values]
@@ -191,7 +196,7 @@ class Belief:
         """(n,) share of gates whose probability is neither below 5% nor above 95%."""
         if self.gating is None or self.keep is not None:
             return torch.zeros_like(self.log_d)
-        return objective.undecided(self.logits.sigmoid())
+        return budget.undecided(self.logits.sigmoid())
 
     def counts(self) -> list[list[int]]:
         """(modules, GATE_BINS): gates of each module by their probability, all particles together."""
@@ -207,3 +212,11 @@ class Belief:
     def noise(self) -> Tensor:
         """(n,) variance 1/d^2 of the likelihood."""
         return (-2 * self.log_d).exp()
+
+
+def replaced_prior(config: Config) -> tuple[Prior, tuple[float, ...]]:
+    """The prior in spike-and-slab's place, and its parameters: Section 3.1 as one line of configuration."""
+    prior, width = PRIORS[config.prior], config.prior_scale
+    parameters = {"polarization": (config.polarization, width), "hoyer": (1 / width,)}.get(prior.name, (width,))
+    prior.check(*parameters)
+    return prior, parameters

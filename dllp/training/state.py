@@ -1,220 +1,108 @@
-"""Everything a run must remember to go on as if it had never stopped: tensors by name, and a few plain values."""
+"""The state of a run: its networks, what is learned beside their weights, and how far it is.
+
+A run has three phases. `open`: every gate is 1 and the networks learn to see. `soft`: gates are relaxed and their
+logits follow the objective and the budget's multiplier. `discrete`: the gates are decided, channel-gated networks
+are sliced, and the same run goes on in the small shape.
+
+Steps, snapshots, health checks and other methods of pruning are functions of this state.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
-from collections.abc import Callable, Iterator
-from typing import Any, get_type_hints
+from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from dllp.errors import ArtifactError
-from dllp.records import EpochRecord
-from dllp.training.trainer import Trainer
+from dllp.config import Config
+from dllp.devices.mesh import Mirror, Place
+from dllp.method import stein
+from dllp.method.update import compiled_update, update_rows
+from dllp.records import EpochRecord, Phase
+from dllp.training.forward import Forward
+from dllp.training.gating import ChannelGating, WeightGating
+from dllp.training.latents import Latents
+from dllp.training.particles import Particles
 
-FREE = ("device", "engine", "on_nan", "parallel", "recompute")
-"""Fields of Config that a run may change when it goes on."""
-State = tuple[dict[str, Tensor], dict[str, Any]]
+HEALTH_CHECK = 16
+"""Steps between two looks at a CUDA device's health; a broken step changes no weight, so nothing is lost by waiting."""
 
 
-def snapshot(trainer: Trainer) -> State:
-    """Copies on the CPU of all that changes during a run: weights, beliefs, optimisers, random states, position.
+class RunState:
+    """n particles on their way.
 
-    The same whatever processes hold the particles; all of them take it together.
+    Args:
+        particles: The networks; `gating` None trains them as they are (the dense reference).
+        config: A resolved configuration.
+        num_data: N, the labels of the training set, or the numbers that a regression observes.
+        steps_per_epoch: With `config.epochs` it fixes what progress in [0, 1] means.
+        place: Which of all particles these are, and which part of a batch they see; by default everything.
     """
-    return begin_snapshot(trainer, changing(trainer))()
 
+    def __init__(
+        self, particles: Particles, gating: ChannelGating | WeightGating | None, config: Config, *,
+        num_data: int, steps_per_epoch: int, place: Place | None = None,
+    ) -> None:  # fmt: skip
+        rows, device = particles.rows, particles.device
+        # what the run is made of
+        self.particles, self.gating, self.config = particles, gating, config
+        self.place = place or Place(len(particles))
+        self.num_data, self.steps_per_epoch = num_data, steps_per_epoch
+        self.total_steps = steps_per_epoch * config.epochs
+        self.penalty: Callable[[Tensor], Tensor] | None = (
+            None  # (n, P) rows -> gradient of another method's regulariser
+        )
+        # masks of P or n P are kept in bytes: they are read in every step beside the weights themselves
+        self.learnable = particles.layout.learnable(particles.networks[0]).to(device)  # (P,)
+        lengths = {"module": particles.layout.blocks, "all": None, "coordinate": "coordinate"}[config.blocks]
+        lengths = lengths if gating is not None else None  # particles without gates do not interact
+        self.blocks = stein.block_index(lengths, device) if isinstance(lengths, list) else lengths
+        # what a snapshot holds, beside the rows of the particles
+        self.latents = Latents(gating, config, rows, num_data, self.place)
+        self.momentum = torch.zeros_like(rows)
+        self.statistics = torch.zeros(2, len(rows), device=device, dtype=torch.float64)  # sums of loss and of hits
+        self.step_index, self.lr_scale = 0, 1.0
+        self.history: list[EpochRecord] = []
+        self.best, self.waited = float("inf"), 0  # of the loss since the gates are discrete, for `patience`
+        self.random_states: dict[str, Tensor] = {}  # of PyTorch's own generators, where a run is resumed
+        # what the decision changes
+        self.moving = self.learnable.expand(len(rows), -1)  # (n, P): False where a weight stands still
+        self.decayed, self.decay = self.latents.shrinkage(rows)
+        # what one step leaves for the next, or for its readers
+        self.gaussian = config.likelihood == "gaussian"
+        self.scores = torch.zeros_like(rows if self.gaussian else rows[:, :0])
+        self.knobs = rows.new_zeros(3)  # lr, temperature, ramp: read inside captured steps
+        self.lr = self.tau = self.ramp = 0.0  # the same for the host
+        self.healthy = torch.ones((), dtype=torch.bool, device=device)
+        self.share = 1.0  # the batch's part that this process sees
+        self.mirror: Mirror | None = None  # of other processes' particles, once the gates are discrete
+        self.recent: deque[tuple[int, Tensor, Tensor]] = deque(maxlen=HEALTH_CHECK if device.type == "cuda" else 1)
+        self.trouble = ""  # what made the run go back to where it starts now
+        # how it is computed
+        self.forward = Forward(particles, gating, config)
+        # its inputs never change shape, so it is compiled once
+        self.update = compiled_update() if device.type == "cuda" else update_rows
 
-def begin_snapshot(trainer: Trainer, found: dict[str, Tensor]) -> Callable[[], State]:
-    """Start to copy what :func:`changing` found, and let training go on; what is returned waits for the copies."""
-    tensors = {name: _leaving(value) for name, value in found.items()}
-    if trainer.belief.keep is not None:
-        tensors["keep"] = _leaving(trainer.belief.keep.to(torch.uint8))
-    tensors["random/gates"] = trainer.belief.generator.get_state()
-    tensors["random/cpu"] = torch.get_rng_state()
-    arrived = torch.cuda.Event() if trainer.particles.device.type == "cuda" else None
-    if arrived is not None:
-        tensors["random/cuda"] = torch.cuda.get_rng_state(trainer.particles.device)
-        arrived.record()
-    values = {
-        "fingerprint": fingerprint(trainer),
-        "step": trainer.step_index,
-        "lr_scale": trainer.lr_scale,
-        "patience": [trainer.best, trainer.waited],
-        "history": [dict(vars(record)) for record in trainer.history],  # a closed record changes no more
-    }
+    @property
+    def progress(self) -> float:
+        return self.step_index / self.total_steps
 
-    def finish() -> State:
-        if arrived is not None:
-            arrived.synchronize()
-        return tensors, values
+    @property
+    def phase(self) -> Phase:
+        return self.phase_at(self.step_index)
 
-    if trainer.place.rows.size > 1:  # messages are sent by the thread that trains
-        finish()
-        tensors = _joined([_unpacked(part) for part in trainer.place.rows.payloads(_packed(tensors))])
-    return finish
+    def phase_at(self, step: int) -> Phase:
+        """The phase of a step before the gates are decided; once they are, it is discrete."""
+        if self.latents.keep is not None:
+            return "discrete"
+        return "open" if self.gating is None or step / self.total_steps < self.config.open_until else "soft"
 
+    @property
+    def epoch_ends(self) -> bool:
+        """True where the last step closed an epoch."""
+        return self.step_index % self.steps_per_epoch == 0
 
-def changing(trainer: Trainer) -> dict[str, Tensor]:
-    """All that a snapshot copies, where it lies; a network's many small buffers are one tensor of each type."""
-    found = dict(_tensors(trainer))
-    for name, buffers in _buffers(trainer):
-        found[name] = torch.cat([buffer.reshape(-1) for buffer in buffers.values()])
-    for k, value in enumerate(trainer.belief.learned):
-        for key, moment in trainer.belief.adam.state.get(value, {}).items():
-            found[f"adam/{k}/{key}"] = moment
-    return {name: value.detach() for name, value in found.items()}
-
-
-def unsound(found: dict[str, Tensor]) -> str:
-    """Where in what changes a number broke; empty where all are sound, which one look at the device tells."""
-    numbers = {name: value for name, value in found.items() if value.is_floating_point()}
-    # buffers may hold infinities on purpose (masks)
-    sound = {name: ~value.isnan() if "/" in name else value.isfinite() for name, value in numbers.items()}
-    flags = [flag.all() for flag in sound.values()]
-    if bool(torch.stack([flag.to(numbers["rows"].device) for flag in flags]).all()):
-        return ""
-    return f"NaN or infinity in {next(name for name, flag in sound.items() if not bool(flag.all()))}"
-
-
-def restore(trainer: Trainer, state: State) -> None:
-    """Put a freshly built trainer where the snapshot was taken; what does not fit is an error before anything moves."""
-    tensors, values, take = dict(state[0]), state[1], trainer.place.take
-    if values.get("fingerprint") != fingerprint(trainer):
-        raise ArtifactError("the checkpoint belongs to another run: configuration, network and data must be the same")
-    try:
-        _check(trainer, tensors, values)
-        keep = tensors.pop("keep", None)
-        _fill(trainer, tensors)  # the small networks are cut from full ones that hold the checkpoint's weights
-        if keep is not None and trainer.gating is not None:
-            trainer.apply_decisions(trainer.gating, take(keep).to(trainer.particles.device, torch.bool))
-            _fill(trainer, tensors)
-        for k, value in enumerate(trainer.belief.learned):
-            moments = {key: tensors[f"adam/{k}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq")
-                       if f"adam/{k}/{key}" in tensors}  # fmt: skip
-            if moments:
-                on_device = {key: take(m).to(value.device) for key, m in moments.items() if key != "step"}
-                step = moments["step"].to(value.device if value.is_cuda else "cpu")
-                trainer.belief.adam.state[value] = {"step": step, **on_device}
-        trainer.belief.generator.set_state(tensors["random/gates"])
-        trainer.random_states = {name: tensors[name] for name in ("random/cpu", "random/cuda") if name in tensors}
-        trainer.step_index, trainer.lr_scale = int(values["step"]), float(values["lr_scale"])
-        trainer.best, trainer.waited = values["patience"]
-        trainer.history = [EpochRecord(**record) for record in values["history"]]
-    except (LookupError, TypeError, ValueError, RuntimeError, AssertionError) as error:
-        raise ArtifactError(f"the checkpoint does not fit the run: {error}") from None
-
-
-def _check(trainer: Trainer, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-    """Whoever can write a file can compute its checksum: values and the tensors that have no place to be copied to."""
-    step, scale, (best, waited) = values["step"], values["lr_scale"], values["patience"]
-    if type(step) is not int or not 0 <= step <= trainer.total_steps:
-        raise ValueError(f"step is not one of 0..{trainer.total_steps}")
-    if type(scale) not in (int, float) or not 0 < scale < float("inf"):
-        raise ValueError("lr_scale is no positive number")
-    if type(best) not in (int, float) or type(waited) is not int:
-        raise ValueError("patience is not a loss and a number of epochs")
-    hints = get_type_hints(EpochRecord)
-    for record in values["history"]:
-        for name, value in vars(EpochRecord(**record)).items():
-            entries = value if isinstance(value, list) and "list" in str(hints[name]) else [value]
-            if name == "gates":
-                entries = [count for part in entries for count in (part if isinstance(part, list) else [part])]
-            if not all(entry is None or isinstance(entry, (int, float, str)) for entry in entries):
-                raise ValueError(f"{name} in its history is of the wrong kind")
-    n = trainer.place.particles
-    shapes = {"keep": (torch.uint8, torch.Size([n, trainer.belief.logits.shape[1]]))}
-    states = {"random/gates": trainer.belief.generator.get_state(), "random/cpu": torch.get_rng_state()}
-    shapes |= {name: (known.dtype, known.shape) for name, known in states.items()}
-    for k, value in enumerate(trainer.belief.learned):
-        of_all = value.dtype, torch.Size([n, *value.shape[1:]])
-        shapes |= {f"adam/{k}/{key}": of_all for key in ("exp_avg", "exp_avg_sq")}
-        shapes[f"adam/{k}/step"] = (torch.float32, torch.Size([]))
-    for name, wanted in shapes.items():
-        if name in tensors and (tensors[name].dtype, tensors[name].shape) != wanted:
-            raise ValueError(f"{name} is {tuple(tensors[name].shape)} {tensors[name].dtype}, not {wanted}")
-
-
-def fingerprint(trainer: Trainer) -> str:
-    """Names what must be equal for a checkpoint to fit: configuration, shapes, size of the data."""
-    config = {k: v for k, v in trainer.config.as_dict().items() if k not in FREE}
-    shapes = [(name, list(s.shape)) for name, s in trainer.particles.layout.segments.items()]
-    parts = [config, shapes, trainer.num_data, trainer.steps_per_epoch]
-    parts.append([trainer.place.particles, trainer.belief.logits.shape[1]])
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def _tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
-    belief, particles = trainer.belief, trainer.particles
-    yield from (("rows", particles.rows), ("momentum", trainer.momentum), ("statistics", trainer.statistics))
-    yield from (("logits", belief.logits), ("log_slab", belief.log_slab), ("log_d", belief.log_d))
-    yield from (("multiplier", belief.multiplier), ("gap", belief.gap))
-
-
-def _buffers(trainer: Trainer) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """The buffers of each network, by type."""
-    small = [part.network for part in trainer.particles.sliced]
-    for size, networks in (("full", trainer.particles.networks), ("small", small)):
-        for i, network in zip(trainer.place.own, networks, strict=False):
-            kinds: dict[str, dict[str, Tensor]] = {}
-            for name, buffer in network.named_buffers():
-                kind = str(buffer.dtype).removeprefix("torch.")
-                kinds.setdefault(f"{size}/{i}/{kind}", {})[name] = buffer
-            yield from kinds.items()
-
-
-def _leaving(value: Tensor) -> Tensor:
-    """A copy on the CPU; from a CUDA device it is under way, in the order of the stream."""
-    if value.device.type != "cuda":
-        return value.to("cpu", copy=True)
-    copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-    return copy.copy_(value, non_blocking=True)
-
-
-def _packed(tensors: dict[str, Tensor]) -> bytes:
-    """Tensors as bytes, for a message between processes of one run."""
-    file = io.BytesIO()
-    torch.save(tensors, file)
-    return file.getvalue()
-
-
-def _unpacked(content: bytes) -> dict[str, Tensor]:
-    return torch.load(io.BytesIO(content), weights_only=True)
-
-
-def _axis(name: str) -> int | None:
-    """Along which axis a tensor lists the particles; None for what belongs to one of them, or to none."""
-    if name.startswith(("full/", "small/", "random/")) or name.endswith("/step"):
-        return None
-    return 1 if name == "statistics" else 0
-
-
-def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of processes that hold different particles, in their order."""
-    whole: dict[str, Tensor] = {}
-    for part in reversed(parts):  # random states are the first's
-        whole |= part
-    for name in parts[0]:
-        axis = _axis(name)
-        if axis is not None:
-            whole[name] = torch.cat([part[name] for part in parts], axis)
-    return whole
-
-
-@torch.no_grad()
-def _fill(trainer: Trainer, tensors: dict[str, Tensor]) -> None:
-    for name, target in _tensors(trainer):
-        value, axis = tensors[name], _axis(name)
-        value = value if axis is None or value.dim() <= axis else trainer.place.take(value, axis)
-        if value.shape != target.shape or value.dtype != target.dtype:
-            raise ValueError(f"{name} is {tuple(value.shape)} {value.dtype}, not {tuple(target.shape)} {target.dtype}")
-        target.copy_(value)
-    for name, buffers in _buffers(trainer):
-        parts = tensors[name].split([buffer.numel() for buffer in buffers.values()])
-        for buffer, part in zip(buffers.values(), parts, strict=True):
-            if part.dtype != buffer.dtype:
-                raise ValueError(f"{name} is {part.dtype}, not {buffer.dtype}")
-            buffer.copy_(part.view(buffer.shape))
+    def hold(self, moving: Tensor) -> None:
+        """Let only coordinates that are True in `moving`, (P,) or (n, P), learn from here on."""
+        self.moving = (moving & self.learnable).expand(len(self.particles), -1)

@@ -16,7 +16,7 @@ from dllp.baselines import METHODS, find, run
 from dllp.baselines.protocol import Method, penalty
 from dllp.config import Config
 from dllp.errors import ConfigError, DataError, StructureError
-from dllp.method.priors import PRIORS
+from dllp.method.other_priors import PRIORS
 from dllp.records import ExtractedParticle
 from dllp.structure.groups import discover
 from dllp.structure.slicing import Fold, cut

@@ -26,7 +26,7 @@ def test_dead_channels_change_nothing(build, name: str, monkeypatch: pytest.Monk
     network = partial(build, 10, in_channels=1)
 
     def watched(verb, stage, model, data, config):
-        return verb(model, data, config, on_start=lambda trainer: trained.append(trainer.particles.networks[0]))
+        return verb(model, data, config, on_start=lambda state: trained.append(state.particles.networks[0]))
 
     laned = run.prune(find(name), network(), data, SHORT, finetune_epochs=2, train=watched)
     monkeypatch.setattr(finetune, "MULTIPLE", 1)

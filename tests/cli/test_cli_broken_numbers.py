@@ -13,7 +13,8 @@ import yaml
 from safetensors.torch import load_file
 
 from dllp.cli.main import main
-from dllp.training.trainer import Trainer
+from dllp.training import trainer
+from dllp.training.state import RunState
 from tests.support.commands import one_line
 from tests.support.interrupted import command, examples
 
@@ -23,37 +24,37 @@ def data(tmp_path: Path) -> str:
     return examples(tmp_path / "data")
 
 
-def poison(monkeypatch: pytest.MonkeyPatch, act: Callable[[Trainer], None], step: int, times: int = 1) -> None:
+def poison(monkeypatch: pytest.MonkeyPatch, act: Callable[[RunState], None], step: int, times: int = 1) -> None:
     """Break a number before a step, so many times."""
-    knobs, left = Trainer.set_knobs, [times]
+    prepare, left = trainer.prepare, [times]
 
-    def faulty(self: Trainer) -> None:
-        if self.step_index == step and left[0] and self.gating is not None:
+    def faulty(state: RunState, x: torch.Tensor) -> None:
+        if state.step_index == step and left[0] and state.gating is not None:
             left[0] -= 1
             with torch.no_grad():
-                act(self)
-        knobs(self)
+                act(state)
+        prepare(state, x)
 
-    monkeypatch.setattr(Trainer, "set_knobs", faulty)
-
-
-def nan_weight(trainer: Trainer) -> None:
-    name = list(trainer.particles.layout.segments)[-2]
-    trainer.particles.layout.segments[name].view(trainer.particles.rows[1])[0, 0] = torch.nan
+    monkeypatch.setattr(trainer, "prepare", faulty)
 
 
-def nan_gate(trainer: Trainer) -> None:
-    trainer.belief.logits[0, 5] = torch.nan
+def nan_weight(state: RunState) -> None:
+    name = list(state.particles.layout.segments)[-2]
+    state.particles.layout.segments[name].view(state.particles.rows[1])[0, 0] = torch.nan
 
 
-def nan_gradient(trainer: Trainer) -> None:
+def nan_gate(state: RunState) -> None:
+    state.latents.logits[0, 5] = torch.nan
+
+
+def nan_gradient(state: RunState) -> None:
     def broken(i: int, value: torch.Tensor, *others: torch.Tensor, **options: Any) -> Any:
         found = own(i, value, *others, **options)
         if i == 1:
-            trainer.particles.gradients[1, 3] = torch.inf
+            state.particles.gradients[1, 3] = torch.inf
         return found
 
-    own, trainer.particles.differentiate = trainer.particles.differentiate, broken
+    own, state.particles.differentiate = state.particles.differentiate, broken
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def nan_gradient(trainer: Trainer) -> None:
 )
 def test_a_broken_number_is_named_and_rollback_is_offered(
     data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    act: Callable[[Trainer], None], told: list[str],
+    act: Callable[[RunState], None], told: list[str],
 ) -> None:  # fmt: skip
     out = tmp_path / "out"
     with monkeypatch.context() as patch:

@@ -17,8 +17,9 @@ from dllp.devices import fuse
 from dllp.devices.cuda_graph import WARMUP, Capture
 from dllp.prepare import make_gating
 from dllp.structure.groups import discover
+from dllp.training import trainer
 from dllp.training.particles import Particles
-from dllp.training.trainer import Trainer
+from dllp.training.state import RunState
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -79,7 +80,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 STEPS = 24
 
 
-def train(engine: str, **changes: object) -> tuple[Trainer, list[Tensor]]:
+def train(engine: str, **changes: object) -> tuple[RunState, list[Tensor]]:
     """24 steps of ResNet-20 through all three phases; the rows after every step, on the CPU."""
     device = torch.device("cuda")
     torch.manual_seed(0)
@@ -91,10 +92,10 @@ def train(engine: str, **changes: object) -> tuple[Trainer, list[Tensor]]:
     config = Config(**(values | changes)).resolved()  # type: ignore[arg-type]
     particles = Particles.start(model, config, device)
     gating = make_gating(model, discover(model, torch.randn(2, 3, 32, 32)), particles, config, None)
-    trainer = Trainer(particles, gating, config, num_data=1000, steps_per_epoch=STEPS)
+    state = RunState(particles, gating, config, num_data=1000, steps_per_epoch=STEPS)
     generator = torch.Generator().manual_seed(1)
     # gates far enough apart that rounding does not decide which of them stay
-    trainer.belief.logits += torch.randn(trainer.belief.logits.shape, generator=generator).to(device)
+    state.latents.logits += torch.randn(state.latents.logits.shape, generator=generator).to(device)
     batches = [
         (
             torch.randn(32, 3, 32, 32, generator=generator).to(device, memory_format=torch.channels_last),
@@ -110,8 +111,8 @@ def train(engine: str, **changes: object) -> tuple[Trainer, list[Tensor]]:
             yield from batches[start_step:]
 
     rows: list[Tensor] = []
-    trainer.run(Source(), on_step=lambda t: rows.append(t.particles.rows.cpu()))
-    return trainer, rows
+    trainer.train(state, Source(), on_step=lambda t: rows.append(t.particles.rows.cpu()))
+    return state, rows
 
 
 @cuda
@@ -125,9 +126,9 @@ def test_graphs_and_eager_steps_are_equal(exact: None, monkeypatch: pytest.Monke
     assert eager.capture.state == "eager" and graph.capture.state == "graph"
     assert graph.capture.graphs, "each phase has more than WARMUP steps, so the last one must be captured"
     assert STEPS * 0.3 > WARMUP
-    assert graph.belief.keep is not None and eager.belief.keep is not None
-    assert torch.equal(graph.belief.keep, eager.belief.keep)
-    assert torch.equal(graph.belief.logits, eager.belief.logits)
+    assert graph.latents.keep is not None and eager.latents.keep is not None
+    assert torch.equal(graph.latents.keep, eager.latents.keep)
+    assert torch.equal(graph.latents.logits, eager.latents.logits)
     for step, (a, b) in enumerate(zip(expected, found, strict=True)):
         assert torch.isfinite(b).all()
         assert torch.equal(a, b), f"step {step}"
@@ -138,10 +139,10 @@ def test_graphs_and_eager_steps_are_equal(exact: None, monkeypatch: pytest.Monke
 def test_fused_norms_change_rounding_only(exact: None) -> None:
     """Before the gates close, rows differ by less than 1e-3; afterwards rounding may decide another gate."""
     _, expected = train("eager")
-    trainer, found = train("graph")
+    state, found = train("graph")
     from dllp.devices.fused_norm import FusedNorm
 
-    assert any(isinstance(module, FusedNorm) for module in trainer.computing[0].modules())
+    assert any(isinstance(module, FusedNorm) for module in state.forward.networks[0].modules())
     for step, (a, b) in enumerate(zip(expected, found, strict=True)):
         assert torch.isfinite(b).all()
         if step < STEPS * 0.3:

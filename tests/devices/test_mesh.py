@@ -23,7 +23,8 @@ from dllp.devices.mesh import Axis, Place
 from dllp.devices.ranks import Ranks
 from dllp.devices.sync_batch_norm import SharedNorm
 from dllp.errors import ConfigError, DataError, DllpError, RankError
-from dllp.training.state import State, restore, snapshot
+from dllp.training.snapshot import Snapshot, restore, snapshot
+from dllp.training.trainer import train
 from tests.support import many
 from tests.support.commands import ENVIRONMENT
 from tests.support.once import once
@@ -36,7 +37,7 @@ FOUR = ("plain-data", "norms-both", "weight-both", "mean-both", "uneven-both", "
 
 
 @cache
-def alone(case: str) -> State:
+def alone(case: str) -> Snapshot:
     """What one process ends with."""
     return many.run(case, "data")[0]
 
@@ -85,8 +86,8 @@ def test_all_phases_were_seen() -> None:
 def expected(case: str, lines: int, shards: int) -> float:
     """Bytes that a process sends in all steps of a case: the formulas of docs/scale.md, phase by phase."""
     trainer, data = many.build(case, "data")
-    trainer.run(data)
-    n, width, gates = trainer.config.particles, trainer.particles.rows.shape[1], trainer.belief.logits.shape[1]
+    train(trainer, data)
+    n, width, gates = trainer.config.particles, trainer.particles.rows.shape[1], trainer.latents.logits.shape[1]
     own, opened, soft, discrete = n // lines, 4, 8, 8
     cut = sum(part.row.numel() for part in trainer.particles.sliced) / lines or own * width
     slab = int(trainer.moving.sum(1).max())
@@ -131,13 +132,13 @@ def test_the_kernel_counts_the_same_bytes() -> None:
 def test_a_state_is_cut_to_what_a_process_owns() -> None:
     """A checkpoint of one process is read by any part of another layout, and their parts make it whole again."""
     whole, _ = many.build("four", "data")
-    whole.run(many.Fixed(many.BATCH))
+    train(whole, many.Fixed(many.BATCH))
     state = snapshot(whole)
     parts = []
     for index in (0, 1):
         part, _ = many.build("four", "particles", Place(4, Axis(None, index, 2)))
         restore(part, state)
-        assert part.particles.rows.shape[0] == 2 and part.belief.keep is not None
+        assert part.particles.rows.shape[0] == 2 and part.latents.keep is not None
         parts.append(part.particles.rows)
     assert torch.equal(torch.cat(parts), whole.particles.rows)
 

@@ -26,7 +26,7 @@ from dllp import data as datasets
 from dllp import zoo
 from dllp.cli import main
 from dllp.cli.commands import COMMANDS
-from dllp.training.state import fingerprint
+from dllp.training.snapshot import fingerprint
 from paper.tables import TABLES
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dllp
-from dllp.training.trainer import Trainer
+from dllp.training.state import RunState
 from tests.support.short_runs import convolutional, mlp, pictures, quick, table
 
 
@@ -37,7 +37,7 @@ def test_particles_that_begin_alike_are_not_thrown_apart(blocks: str) -> None:
     """A scalar has no spread to jitter: all particles begin at the same one, where the repulsion has no bound."""
     moved: list[float] = []
 
-    def look(trainer: Trainer) -> None:
+    def look(trainer: RunState) -> None:
         moved.extend(abs(net.get_parameter("1.weight").item() - 0.25) for net in trainer.particles.networks)
 
     network = nn.Sequential(nn.Linear(6, 12), nn.PReLU(), nn.Linear(12, 3))
@@ -58,9 +58,9 @@ def test_the_budget_is_met_and_the_ramp_followed(granularity: str, budget: str) 
     )  # fmt: skip
     gaps: list[float] = []
 
-    def watch(trainer: Trainer) -> None:
+    def watch(trainer: RunState) -> None:
         if trainer.phase == "soft":
-            gaps.append(float((trainer.belief.cost() - trainer.ramp).abs().max()))
+            gaps.append(float((trainer.latents.cost() - trainer.ramp).abs().max()))
 
     result = dllp.prune(mlp(200), table(), config, on_step=watch)
     for particle, size in zip(result.particles, result.sizes, strict=True):
@@ -123,9 +123,9 @@ def test_the_multiplier_holds_the_network_up() -> None:
     )  # fmt: skip
     costs: list[float] = []
 
-    def watch(trainer: Trainer) -> None:
+    def watch(trainer: RunState) -> None:
         if trainer.phase == "soft":
-            costs.append(float(trainer.belief.cost().min()))
+            costs.append(float(trainer.latents.cost().min()))
 
     held = dllp.prune(convolutional(), pictures(), config, on_step=watch)
     assert min(costs) > 0.4 and abs(costs[-1] - 0.6) < 0.15

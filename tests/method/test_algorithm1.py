@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from dllp.config import Config
 from dllp.devices import rounding
-from dllp.method import schedule
+from dllp.method import algorithm1, schedule, spike_and_slab
 from dllp.method.update import compiled_update, correct_rows, update_rows
 from dllp.prepare import make_gating
 from dllp.training.particles import Particles
-from dllp.training.trainer import Trainer
+from dllp.training.state import RunState
+from dllp.training.trainer import train
 from tests.support.naive_training import Reference
 from tests.support.tiny import (
     NUM_DATA,
@@ -31,36 +32,48 @@ from tests.support.tiny import (
 )
 
 
-def compare(config: Config, n: int, steps: int, lane: int = 1) -> Trainer:
-    """Run trainer and reference side by side; after every step all that they know must agree."""
+def compare(config: Config, n: int, steps: int, lane: int = 1) -> RunState:
+    """Run state and reference side by side; after every step all that they know must agree."""
     networks, batches = tiny_networks(n), tiny_batches(steps)
     reference = Reference(copy.deepcopy(networks), config)
     particles = Particles(networks)
     gating = make_gating(networks[0], tiny_structure(), particles, config, None)
-    trainer = Trainer(particles, gating, config, num_data=NUM_DATA, steps_per_epoch=steps)
-    trainer.lane = lane
+    state = RunState(particles, gating, config, num_data=NUM_DATA, steps_per_epoch=steps)
+    state.forward.lane = lane
     close = {"rtol": 1e-9, "atol": 1e-11}
 
-    def check(trainer: Trainer) -> None:
-        done = trainer.step_index
-        if trainer.belief.keep is not None and reference.keep is None:
-            reference.discretise(trainer.belief.keep)
+    def check(state: RunState) -> None:
+        done = state.step_index
+        spec = reference.state
+        if state.latents.keep is not None and spec.keep is None:
+            reference.decide(state.latents.keep)
         lr = schedule.learning_rate(done / steps, peak=config.lr, end=config.lr_end, warmup=0)
         reference.step(*batches.batches[done - 1], progress=(done - 1) / steps, lr=lr)
-        for network, p in zip(particles.networks, reference.p, strict=True):
+        for network, theta in zip(particles.networks, spec.weights, strict=True):
             for name, parameter in network.named_parameters():
-                torch.testing.assert_close(parameter.detach(), p[name], **close, msg=lambda m, n=name: f"{n}: {m}")
-        torch.testing.assert_close(trainer.belief.log_d, reference.log_d.detach(), **close)
-        torch.testing.assert_close(trainer.belief.multiplier, reference.multiplier, **close)
-        if trainer.phase == "soft" and trainer.belief.keep is None and reference.logits.grad is not None:
-            torch.testing.assert_close(trainer.belief.logits.grad, reference.logits.grad, **close)
-        if trainer.belief.keep is None:
-            torch.testing.assert_close(trainer.belief.logits, reference.logits.detach(), **close)
-            torch.testing.assert_close(trainer.belief.log_slab, reference.log_slab.detach(), **close)
+                torch.testing.assert_close(parameter.detach(), theta[name], **close, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(state.latents.log_d, spec.log_d.detach(), **close)
+        torch.testing.assert_close(state.latents.multiplier, spec.multiplier, **close)
+        if state.latents.keep is None:
+            if state.phase == "soft" and spec.logits.grad is not None:
+                torch.testing.assert_close(state.latents.logits.grad, spec.logits.grad, **close)
+            torch.testing.assert_close(state.latents.logits, spec.logits.detach(), **close)
+            torch.testing.assert_close(state.latents.log_slab, spec.log_slab.detach(), **close)
 
-    trainer.run(batches, on_step=check)
-    assert trainer.step_index == steps
-    return trainer
+    train(state, batches, on_step=check)
+    assert state.step_index == steps
+    return state
+
+
+def test_slab_and_spike_by_responsibility_add_up_to_equation_10() -> None:
+    """What the specification takes as a score and what it takes implicitly are together the prior's gradient."""
+    scale, logit = (torch.randn(40, dtype=torch.float64) for _ in range(2))
+    scale, slab = (0.2 * scale).requires_grad_(), torch.rand(40, dtype=torch.float64) + 4
+    parts = algorithm1._responsible(scale, logit, slab, 11.0)
+    (whole,) = torch.autograd.grad(algorithm1.log_prior(scale, logit, slab, 11.0).sum(), scale)
+    found = [torch.autograd.grad(part.sum(), scale)[0] for part in parts]
+    torch.testing.assert_close(sum(found), whole, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(whole, spike_and_slab.score(scale.detach(), logit, slab, 11.0), rtol=1e-10, atol=1e-12)
 
 
 # every pair of options meets in some row
@@ -117,13 +130,13 @@ def test_particles_that_learn_from_their_mean(likelihood: str) -> None:
 def test_sliced_training_equals_masked_training(likelihood: str, granularity: str) -> None:
     """Five steps before the gates are decided, five after: the small networks follow the gated full ones."""
     config = tiny_config(particles=2, likelihood=likelihood, granularity=granularity, **PHASES["all"])
-    trainer = compare(config, 2, steps=10)
-    assert bool(trainer.particles.sliced) == (granularity == "channel")
-    assert trainer.belief.keep is not None and not trainer.belief.keep.all() and trainer.belief.keep.any(1).all()
-    for part, network in zip(trainer.particles.sliced, trainer.particles.networks, strict=False):
+    state = compare(config, 2, steps=10)
+    assert bool(state.particles.sliced) == (granularity == "channel")
+    assert state.latents.keep is not None and not state.latents.keep.all() and state.latents.keep.any(1).all()
+    for part, network in zip(state.particles.sliced, state.particles.networks, strict=False):
         x = torch.randn(3, 2, SIDE, SIDE, dtype=torch.float64)
-        z = trainer.belief.keep[trainer.particles.networks.index(network)].double()
-        gated = trainer.gating.weights(dict(network.named_parameters()), z)  # type: ignore[union-attr]
+        z = state.latents.keep[state.particles.networks.index(network)].double()
+        gated = state.gating.weights(dict(network.named_parameters()), z)  # type: ignore[union-attr]
         expected = torch.func.functional_call(copy.deepcopy(network).eval(), gated, (x,))
         torch.testing.assert_close(copy.deepcopy(part.network).eval()(x), expected, rtol=1e-8, atol=1e-10)
 
@@ -140,9 +153,9 @@ def test_the_slab_alone_remains_of_the_prior(granularity: str, strength: str) ->
 @pytest.mark.parametrize("lane", [2, 3, 8])
 def test_widths_padded_for_the_device_change_nothing(likelihood: str, lane: int) -> None:
     """What only pads a sliced network stays closed and stands still."""
-    trainer = compare(tiny_config(particles=2, likelihood=likelihood, **PHASES["all"]), 2, steps=10, lane=lane)
-    assert trainer.belief.keep is not None
-    for part, keep in zip(trainer.particles.sliced, trainer.belief.keep, strict=True):
+    state = compare(tiny_config(particles=2, likelihood=likelihood, **PHASES["all"]), 2, steps=10, lane=lane)
+    assert state.latents.keep is not None
+    for part, keep in zip(state.particles.sliced, state.latents.keep, strict=True):
         width = part.network.get_submodule("left").out_channels
         assert width in (4, -(-int(keep[:4].sum()) // lane) * lane)
 
@@ -153,23 +166,23 @@ def test_what_is_removed_stands_still_and_padding_stays_zero(granularity: str) -
     config = tiny_config(particles=2, granularity=granularity, **PHASES["all"])
     particles = Particles(networks)
     gating = make_gating(networks[0], tiny_structure(), particles, config, None)
-    trainer = Trainer(particles, gating, config, num_data=NUM_DATA, steps_per_epoch=10)
+    state = RunState(particles, gating, config, num_data=NUM_DATA, steps_per_epoch=10)
     padding = torch.ones(particles.layout.size, dtype=torch.bool)
     for segment in particles.layout.segments.values():
         segment.view(padding).fill_(False)
     rows: list[Tensor] = []
 
-    def check(trainer: Trainer) -> None:
-        assert particles.rows[:, padding].eq(0).all() and trainer.momentum[:, padding].eq(0).all()
+    def check(state: RunState) -> None:
+        assert particles.rows[:, padding].eq(0).all() and state.momentum[:, padding].eq(0).all()
         assert particles.intact()
-        if trainer.belief.keep is not None:
+        if state.latents.keep is not None:
             rows.append(particles.rows.clone())
 
-    trainer.run(batches, on_step=check)
-    assert trainer.belief.keep is not None
+    train(state, batches, on_step=check)
+    assert state.latents.keep is not None
     for i, network in enumerate(networks):
         p = {k: v.detach() for k, v in network.named_parameters()}
-        for name, mask in kept_coordinates(p, trainer.belief.keep[i], granularity).items():
+        for name, mask in kept_coordinates(p, state.latents.keep[i], granularity).items():
             first, last = (particles.layout.segments[name].view(row[i]) for row in (rows[0], rows[-1]))
             assert torch.equal(first[mask == 0], last[mask == 0])
             assert (first[mask == 1] != last[mask == 1]).all()
@@ -181,13 +194,13 @@ def test_gates_and_slabs_rest_once_they_are_decided(granularity: str) -> None:
     config = tiny_config(particles=2, granularity=granularity, **PHASES["all"])
     particles = Particles(networks)
     gating = make_gating(networks[0], tiny_structure(), particles, config, None)
-    trainer = Trainer(particles, gating, config, num_data=NUM_DATA, steps_per_epoch=10)
+    state = RunState(particles, gating, config, num_data=NUM_DATA, steps_per_epoch=10)
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def note(trainer: Trainer) -> None:
-        seen.append((trainer.belief.logits.clone(), trainer.belief.log_slab.clone(), trainer.belief.log_d.clone()))
+    def note(state: RunState) -> None:
+        seen.append((state.latents.logits.clone(), state.latents.log_slab.clone(), state.latents.log_d.clone()))
 
-    trainer.run(tiny_batches(10), on_step=note)
+    train(state, tiny_batches(10), on_step=note)
     logits, slab, noise = zip(*seen, strict=True)
     assert torch.equal(logits[4], logits[9]) and torch.equal(slab[4], slab[9])
     assert not torch.equal(noise[4], noise[9])
@@ -202,7 +215,7 @@ def test_frozen_parameters_stay(granularity: str) -> None:
     config = tiny_config(particles=1, granularity=granularity, **PHASES["all"])
     particles = Particles([network])
     gating = make_gating(network, tiny_structure(), particles, config, None)
-    Trainer(particles, gating, config, num_data=NUM_DATA, steps_per_epoch=6).run(tiny_batches(6))
+    train(RunState(particles, gating, config, num_data=NUM_DATA, steps_per_epoch=6), tiny_batches(6))
     assert torch.equal(network.get_submodule(frozen).weight, before)  # type: ignore[arg-type]
 
 
@@ -291,7 +304,7 @@ def test_the_dense_reference_is_plain_training() -> None:
             optimiser.zero_grad()
             F.cross_entropy(network(x), y).backward()
             optimiser.step()
-    Trainer(Particles(networks), None, config, num_data=NUM_DATA, steps_per_epoch=4).run(batches)
+    train(RunState(Particles(networks), None, config, num_data=NUM_DATA, steps_per_epoch=4), batches)
     for network, other in zip(networks, free, strict=True):
         for name, value in network.state_dict().items():
             torch.testing.assert_close(value, other.state_dict()[name], rtol=1e-10, atol=1e-12)

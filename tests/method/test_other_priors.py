@@ -16,12 +16,14 @@ import dllp
 from dllp.cli.main import main
 from dllp.config import Config
 from dllp.errors import ConfigError
-from dllp.method import priors
+from dllp.method import other_priors
 from dllp.prepare import make_gating
 from dllp.structure.groups import discover
 from dllp.training.gating import Scales
+from dllp.training.latents import replaced_prior
 from dllp.training.particles import Particles
-from dllp.training.trainer import Trainer
+from dllp.training.state import RunState
+from dllp.training.trainer import train
 from dllp.zoo.small import small_cnn
 from tests.support.commands import one_line
 from tests.support.oracles import normal
@@ -32,29 +34,29 @@ GRID = torch.linspace(-4, 4, 80_001, dtype=torch.float64)
 
 def maximum(observed: float, log_prior: Tensor) -> float:
     """The MAP estimate of a weight with one observation of unit noise, on a grid."""
-    return float(GRID[(priors.gaussian_log_prob(GRID - observed, 1.0) + log_prior).argmax()])
+    return float(GRID[(other_priors.gaussian_log_prob(GRID - observed, 1.0) + log_prior).argmax()])
 
 
 @pytest.mark.parametrize("observed", [-2.5, -0.3, 0.2, 0.9, 3.0])
 def test_the_map_of_a_laplace_prior_is_l1_and_of_a_gaussian_l2(observed: float) -> None:
     b, std = 0.8, 0.5
     soft = math.copysign(max(abs(observed) - 1 / b, 0), observed)  # equation 3: minimise (w - y)^2 / 2 + |w| / b
-    assert maximum(observed, priors.laplace_log_prob(GRID, b)) == pytest.approx(soft, abs=2e-4)
+    assert maximum(observed, other_priors.laplace_log_prob(GRID, b)) == pytest.approx(soft, abs=2e-4)
     ridge = observed / (1 + 1 / std**2)  # equation 4: minimise (w - y)^2 / 2 + w^2 / (2 std^2)
-    assert maximum(observed, priors.gaussian_log_prob(GRID, std)) == pytest.approx(ridge, abs=2e-4)
+    assert maximum(observed, other_priors.gaussian_log_prob(GRID, std)) == pytest.approx(ridge, abs=2e-4)
 
 
 def test_log_densities_are_the_norms_of_equations_1_to_4() -> None:
     w, b, std = normal(40), 0.3, 0.2
     l1, l2 = w.abs().sum(), w.square().sum()
-    torch.testing.assert_close(priors.laplace_log_prob(w, b).sum(), -l1 / b - 40 * math.log(2 * b))
+    torch.testing.assert_close(other_priors.laplace_log_prob(w, b).sum(), -l1 / b - 40 * math.log(2 * b))
     normaliser = 40 * math.log(std * math.sqrt(2 * math.pi))
-    torch.testing.assert_close(priors.gaussian_log_prob(w, std).sum(), -l2 / (2 * std**2) - normaliser)
+    torch.testing.assert_close(other_priors.gaussian_log_prob(w, std).sum(), -l2 / (2 * std**2) - normaliser)
 
 
 def test_polarization_is_the_energy_of_equation_6() -> None:
     gamma, t, a = normal(30).abs(), 1.2, 0.4
-    prior = priors.PRIORS["polarization"]
+    prior = other_priors.PRIORS["polarization"]
     # the difference of the logarithms of two Laplace densities, as (5) means it, constants aside
     kept = -t * gamma.abs().sum() / a
     apart = -(gamma - gamma.mean()).abs().sum() / a
@@ -66,7 +68,7 @@ def test_a_configuration_chooses_the_width_of_each_prior(name: str) -> None:
     """prior_scale is b, the standard deviation or a, and 1 over the strength of Hoyer; polarization is t."""
     width, t, w = 0.4, 1.3, normal(30).abs()
     options = {"polarization": t} if name == "polarization" else {}
-    prior, parameters = priors.chosen(Config(prior=name, prior_scale=width, **options))  # type: ignore[arg-type]
+    prior, parameters = replaced_prior(Config(prior=name, prior_scale=width, **options))  # type: ignore[arg-type]
     l1, l2 = w.abs().sum(), w.square().sum()
     energy = {
         "laplace": l1 / width,
@@ -80,7 +82,7 @@ def test_a_configuration_chooses_the_width_of_each_prior(name: str) -> None:
 
 @pytest.mark.parametrize("name, parameters", [("laplace", (0.3,)), ("polarization", (1.2, 0.4)), ("hoyer", (2.0,))])
 def test_unit_scores_are_gradients_within_their_scope(name: str, parameters: tuple[float, ...]) -> None:
-    prior, lengths = priors.PRIORS[name], (3, 5, 4)
+    prior, lengths = other_priors.PRIORS[name], (3, 5, 4)
     values = normal(2, 12).abs().requires_grad_()
     parts = values.split(list(lengths), dim=1) if prior.scope == "module" else [values]
     total = sum(prior.log_prob(row, *parameters).sum() for part in parts for row in part)
@@ -96,8 +98,8 @@ def test_pulls_carry_a_scales_score_to_its_coordinates() -> None:
     rows[1, 3] = 0
     leaf = rows.clone().requires_grad_()
     rms = (leaf[:, at].square().sum(-1) / scales.count + 1e-30).sqrt()
-    (expected,) = torch.autograd.grad(priors.laplace_log_prob(rms, 0.3).sum(), leaf)
-    pull = scales.pulls(rows, priors.laplace_score(scales.of(rows), 0.3))
+    (expected,) = torch.autograd.grad(other_priors.laplace_log_prob(rms, 0.3).sum(), leaf)
+    pull = scales.pulls(rows, other_priors.laplace_score(scales.of(rows), 0.3))
     found = torch.zeros_like(rows)
     found[:, at] = -pull[..., None] * rows[:, at]
     torch.testing.assert_close(found, expected)
@@ -114,9 +116,9 @@ def after_one_step(**changes: Any) -> tuple[Tensor, Tensor, Tensor]:
     x, y = normal(16, 1, 8, 8), torch.arange(16) % 10
     particles = Particles.start(model, config, torch.device("cpu"))
     gating = make_gating(model, discover(model, x), particles, config, None)
-    trainer = Trainer(particles, gating, config, num_data=16, steps_per_epoch=1)
+    state = RunState(particles, gating, config, num_data=16, steps_per_epoch=1)
     seen = [particles.rows.clone()]
-    trainer.run(Repeated(x, y), on_step=lambda trainer: seen.append(trainer.particles.rows.clone()))
+    train(state, Repeated(x, y), on_step=lambda state: seen.append(state.particles.rows.clone()))
     return seen[0], seen[1], gating.scales.coordinates[:, 0]
 
 
@@ -141,7 +143,7 @@ def test_a_step_follows_the_chosen_prior(name: str) -> None:
     # lr (1 + momentum) beta / N times the difference of both scores: the first step of Nesterov's momentum
     config = Config()
     factor = step_size(config) * (1 + config.momentum) * config.beta / 16
-    score = priors.laplace_score if name == "laplace" else priors.gaussian_score
+    score = other_priors.laplace_score if name == "laplace" else other_priors.gaussian_score
     torch.testing.assert_close(step, factor * (score(w, 0.05) - score(w, 0.5)), rtol=1e-6, atol=1e-12)
     others = torch.ones(before.shape[1], dtype=torch.bool)
     others[at] = False
@@ -175,12 +177,12 @@ def test_invalid_parameters_are_one_clear_error(tmp_path: Path, capsys: pytest.C
         with pytest.raises(ConfigError, match=next(iter(changes))):
             Config(**changes)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="prior laplace: scale = -1"):
-        priors.PRIORS["laplace"].check(-1.0)
+        other_priors.PRIORS["laplace"].check(-1.0)
     with pytest.raises(ConfigError, match="polarization has t and a: 1 were given"):
-        priors.PRIORS["polarization"].check(1.0)
+        other_priors.PRIORS["polarization"].check(1.0)
     for name, parameters in (("laplace", (1e-300,)), ("gaussian", (1e-25,)), ("hoyer", (1e300,))):
         with pytest.raises(ConfigError, match="so strong a pull is no number"):
-            priors.PRIORS[name].check(*parameters)
+            other_priors.PRIORS[name].check(*parameters)
     with pytest.raises(ConfigError, match="laplace closes no gate by itself: give keep_flops, keep_params or sparsity"):
         dllp.prune(
             small_cnn(), (torch.randn(8, 1, 8, 8), torch.arange(8)), Config(prior="laplace", granularity="weight")
@@ -195,11 +197,11 @@ def test_invalid_parameters_are_one_clear_error(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_prior_is_of_sizes(name: str) -> None:
     """A factor and its negative are drawn to 0 alike, and are as likely."""
-    found: list[Trainer] = []
+    found: list[RunState] = []
     data = (torch.randn(32, 1, 8, 8), torch.arange(32) % 10)
     config = Config(keep_flops=0.5, epochs=1, batch_size=32, prior=name)  # type: ignore[arg-type]
     dllp.prune(small_cnn(), data, config, on_start=found.append)
-    belief, rows = found[0].belief, found[0].particles.rows.clone()
+    belief, rows = found[0].latents, found[0].particles.rows.clone()
     at = belief._gating.scales.coordinates[:, 0]
     rows[:, at] = torch.rand(len(rows), len(at)) + 0.1
     other = rows.clone()

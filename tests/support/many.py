@@ -27,8 +27,9 @@ from dllp.devices.ranks import Ranks, joined
 from dllp.prepare import make_gating
 from dllp.structure.groups import discover
 from dllp.training.particles import Particles
-from dllp.training.state import State, snapshot
-from dllp.training.trainer import Trainer
+from dllp.training.snapshot import Snapshot, snapshot
+from dllp.training.state import RunState
+from dllp.training.trainer import train
 from tests.support import pictures
 from tests.support.commands import ENVIRONMENT
 
@@ -92,7 +93,7 @@ class Streamed:
 
 def build(
     case: str, parallel: str, place: Place | None = None, ranks: Ranks | None = None
-) -> tuple[Trainer, Fixed | Streamed]:
+) -> tuple[RunState, Fixed | Streamed]:
     """A run of a case before its first step."""
     options = BASE | CASES[case] | {"parallel": parallel}
     norms, batch, source = (options.pop(*pair) for pair in (("norms", False), ("batch", BATCH), ("source", "fixed")))
@@ -106,13 +107,13 @@ def build(
     torch.set_default_dtype(torch.float64)
     gating = make_gating(model, structure, particles, config, None)
     torch.set_default_dtype(torch.float32)
-    return Trainer(particles, gating, config, num_data=40, steps_per_epoch=data.steps, place=place), data
+    return RunState(particles, gating, config, num_data=40, steps_per_epoch=data.steps, place=place), data
 
 
-def run(case: str, parallel: str, ranks: Ranks | None = None) -> tuple[State, float]:
+def run(case: str, parallel: str, ranks: Ranks | None = None) -> tuple[Snapshot, float]:
     """The state after the last step, the same for everyone, and the bytes that it took to get there."""
     trainer, data = build(case, parallel, ranks=ranks)
-    trainer.run(data)
+    train(trainer, data)
     sent = trainer.place.sent
     state = snapshot(trainer)
     if isinstance(data, Streamed):

@@ -45,37 +45,7 @@ def follow(x: Tensor, score: Callable[[Tensor], Tensor], *, lr: float, steps: in
 TWO_PARTICLE_FIXED_POINT = 4 * math.log(2)
 
 
-def naive_bandwidth(x: Tensor, rule: str | float, reach: float = 0.0) -> Tensor:
-    """(n, D) -> (): the bandwidth from an explicit list of distances, none of them below the root of `reach`."""
-    if rule == "paper":
-        return torch.tensor(math.log(2), dtype=x.dtype)
-    if not isinstance(rule, str):
-        return torch.tensor(rule, dtype=x.dtype)
-    distances = sorted(max(float((x[i] - x[j]).norm()), math.sqrt(reach)) for i in range(len(x)) for j in range(i))
-    half = len(distances) // 2
-    median = distances[half] if len(distances) % 2 else (distances[half - 1] + distances[half]) / 2
-    return torch.tensor(median**2 / math.log(len(x)), dtype=x.dtype)
-
-
-def naive_direction(x: Tensor, s: Tensor, *, num_data: float, rule: str | float, reach: float = 0.0) -> Tensor:
-    """(n, D), (n, D) -> (n, D): equation 14 as a double loop, the kernel's gradient by autograd."""
-    n = len(x)
-    if n == 1:
-        return s
-    h = naive_bandwidth(x, rule, reach)
-    rows = []
-    for i in range(n):
-        total = torch.zeros_like(x[i])
-        for j in range(n):
-            moving = x[j].clone().requires_grad_()
-            k = torch.exp(-((moving - x[i]) ** 2).sum() / h)
-            (gradient,) = torch.autograd.grad(k, moving)
-            total = total + k.detach() * s[j] + gradient / num_data
-        rows.append(total / n)
-    return torch.stack(rows)
-
-
-def naive_stein_kernel(x: Tensor, y: Tensor, sx: Tensor, sy: Tensor, h: Tensor) -> Tensor:
+def naive_stein_kernel(x: Tensor, y: Tensor, sx: Tensor, sy: Tensor, h: float) -> Tensor:
     """(D,), (D,), (D,), (D,) -> (): s_x.s_y k + s_x.grad_y k + s_y.grad_x k + tr grad_x grad_y k, by autograd."""
     a, b = x.clone().requires_grad_(), y.clone().requires_grad_()
     k = torch.exp(-((a - b) ** 2).sum() / h)

@@ -17,8 +17,10 @@ from dllp.config import Config
 from dllp.errors import ConfigError
 from dllp.structure.groups import discover
 from dllp.training.particles import Particles
-from dllp.training.state import State, snapshot
-from dllp.training.trainer import Trainer
+from dllp.training.snapshot import Snapshot, snapshot
+from dllp.training.state import RunState
+from dllp.training.step import backward, gates, prepare
+from dllp.training.trainer import train
 from paper.jobs import Job
 from tests.support import many
 
@@ -31,7 +33,7 @@ class Measured(many.Fixed):
             yield x, x.mean((2, 3)) @ torch.linspace(-1, 1, 6, dtype=x.dtype).view(2, 3)
 
 
-def build(norms: bool = False, batch: int = many.BATCH, **changes: Any) -> tuple[Trainer, many.Fixed]:
+def build(norms: bool = False, batch: int = many.BATCH, **changes: Any) -> tuple[RunState, many.Fixed]:
     """Twenty steps through all phases, before the first one."""
     config = Config(**(many.BASE | changes)).resolved()
     torch.manual_seed(1)
@@ -43,14 +45,14 @@ def build(norms: bool = False, batch: int = many.BATCH, **changes: Any) -> tuple
     torch.set_default_dtype(torch.float64)
     gating = make_gating(model, structure, particles, config, None)
     torch.set_default_dtype(torch.float32)
-    return Trainer(particles, gating, config, num_data=40, steps_per_epoch=data.steps), data
+    return RunState(particles, gating, config, num_data=40, steps_per_epoch=data.steps), data
 
 
-def ended(**options: Any) -> State:
-    trainer, data = build(**options)
-    trainer.run(data)
-    assert [record.phase for record in trainer.history] == ["soft", "discrete"]
-    return snapshot(trainer)
+def ended(**options: Any) -> Snapshot:
+    state, data = build(**options)
+    train(state, data)
+    assert [record.phase for record in state.history] == ["soft", "discrete"]
+    return snapshot(state)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -79,43 +81,43 @@ def test_without_batch_norm_parts_are_the_whole_batch(case: str) -> None:
 
 def test_one_gradient_is_the_mean_of_all_examples() -> None:
     """Against autograd on a copy, in parts of 3, 2, 2, 2 and 2 examples."""
-    trainer, data = build(batch=11, accumulate=5)
+    state, data = build(batch=11, accumulate=5)
     x, y = next(data.epoch(0))
-    networks = copy.deepcopy(trainer.particles.networks)
-    trainer.prepare(x)
-    trainer._backward(x, y, trainer._gates())
-    for row, network in zip(trainer.particles.gradients, networks, strict=True):
+    networks = copy.deepcopy(state.particles.networks)
+    prepare(state, x)
+    backward(state, x, y, gates(state))
+    for row, network in zip(state.particles.gradients, networks, strict=True):
         wanted = torch.autograd.grad(F.cross_entropy(network(x), y), list(network.parameters()))
-        for segment, gradient in zip(trainer.particles.layout.segments.values(), wanted, strict=True):
+        for segment, gradient in zip(state.particles.layout.segments.values(), wanted, strict=True):
             torch.testing.assert_close(segment.view(row), gradient, rtol=0, atol=1e-12)
 
 
 def test_batch_norm_sees_one_part_at_a_time() -> None:
-    trainer, data = build(norms=True, accumulate=4)
+    state, data = build(norms=True, accumulate=4)
     x, y = next(data.epoch(0))
-    network = copy.deepcopy(trainer.particles.networks[0])
-    trainer.prepare(x)
-    trainer._backward(x, y, trainer._gates())
+    network = copy.deepcopy(state.particles.networks[0])
+    prepare(state, x)
+    backward(state, x, y, gates(state))
     loss = sum(F.cross_entropy(network(a), b) for a, b in zip(x.chunk(4), y.chunk(4), strict=True)) / 4
     assert isinstance(loss, torch.Tensor)
     wanted = torch.autograd.grad(loss, list(network.parameters()))
-    for segment, gradient in zip(trainer.particles.layout.segments.values(), wanted, strict=True):
-        torch.testing.assert_close(segment.view(trainer.particles.gradients[0]), gradient, rtol=0, atol=1e-12)
-    for (name, a), b in zip(trainer.particles.networks[0].named_buffers(), network.buffers(), strict=True):
+    for segment, gradient in zip(state.particles.layout.segments.values(), wanted, strict=True):
+        torch.testing.assert_close(segment.view(state.particles.gradients[0]), gradient, rtol=0, atol=1e-12)
+    for (name, a), b in zip(state.particles.networks[0].named_buffers(), network.buffers(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12, msg=name)
     assert isinstance(network[1], nn.BatchNorm2d) and int(network[1].num_batches_tracked) == 4  # type: ignore[index]
 
 
 def test_fewer_examples_than_parts() -> None:
     """The last batch of a loader may be small: each example is then a part of its own."""
-    trainer, data = build(accumulate=8)
+    state, data = build(accumulate=8)
     x, y = next(data.epoch(0))
-    network = copy.deepcopy(trainer.particles.networks[0])
-    trainer.prepare(x)
-    trainer._backward(x[:2], y[:2], trainer._gates())
+    network = copy.deepcopy(state.particles.networks[0])
+    prepare(state, x)
+    backward(state, x[:2], y[:2], gates(state))
     wanted = torch.autograd.grad(F.cross_entropy(network(x[:2]), y[:2]), list(network.parameters()))
-    first = next(iter(trainer.particles.layout.segments.values()))
-    torch.testing.assert_close(first.view(trainer.particles.gradients[0]), wanted[0], rtol=0, atol=1e-12)
+    first = next(iter(state.particles.layout.segments.values()))
+    torch.testing.assert_close(first.view(state.particles.gradients[0]), wanted[0], rtol=0, atol=1e-12)
 
 
 def test_a_dense_run_accumulates_too() -> None:

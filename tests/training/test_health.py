@@ -18,9 +18,9 @@ from dllp import api
 from dllp.cli.main import main
 from dllp.config import Config
 from dllp.errors import DataError, NumericsError
-from dllp.method.objective import task_loss
+from dllp.method.likelihood import task_loss
 from dllp.training import health
-from dllp.training.trainer import Trainer
+from dllp.training.state import RunState
 
 
 def network() -> nn.Module:
@@ -35,37 +35,37 @@ def config(**options: Any) -> Config:
     return Config(**({"keep_flops": 0.6, "epochs": 3, "batch_size": 10, "lr": 0.05, "device": "cpu"} | options))
 
 
-def break_at(step: int, act: Callable[[Trainer], None]) -> Callable[[Trainer], None]:
+def break_at(step: int, act: Callable[[RunState], None]) -> Callable[[RunState], None]:
     """An `on_step` that acts once after a step."""
 
-    def on_step(trainer: Trainer) -> None:
-        if trainer.step_index == step:
-            act(trainer)
+    def on_step(state: RunState) -> None:
+        if state.step_index == step:
+            act(state)
 
     return on_step
 
 
-def weight(trainer: Trainer) -> None:
-    trainer.particles.layout.segments["2.weight"].view(trainer.particles.rows[1])[0, 0] = torch.nan
+def weight(state: RunState) -> None:
+    state.particles.layout.segments["2.weight"].view(state.particles.rows[1])[0, 0] = torch.nan
 
 
-def weight_of_the_first(trainer: Trainer) -> None:
-    trainer.particles.rows[0, 0] = torch.nan
+def weight_of_the_first(state: RunState) -> None:
+    state.particles.rows[0, 0] = torch.nan
 
 
-def gate(trainer: Trainer) -> None:
-    trainer.belief.logits[0, -1] = torch.inf - torch.inf
+def gate(state: RunState) -> None:
+    state.latents.logits[0, -1] = torch.inf - torch.inf
 
 
-def gradient(trainer: Trainer) -> None:
-    own = trainer.particles.differentiate
+def gradient(state: RunState) -> None:
+    own = state.particles.differentiate
 
     def broken(i: int, *arguments: Any, **options: Any) -> Any:
         found = own(i, *arguments, **options)
-        trainer.particles.layout.segments["0.bias"].view(trainer.particles.gradients[0])[2] = torch.inf
+        state.particles.layout.segments["0.bias"].view(state.particles.gradients[0])[2] = torch.inf
         return found
 
-    trainer.particles.differentiate = broken
+    state.particles.differentiate = broken
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def gradient(trainer: Trainer) -> None:
         (gradient, "NaN or infinity in the gradient of particle 1 (layer 0.bias)"),
     ],
 )
-def test_tensor_particle_and_layer_are_named_at_that_step(act: Callable[[Trainer], None], told: str) -> None:
+def test_tensor_particle_and_layer_are_named_at_that_step(act: Callable[[RunState], None], told: str) -> None:
     with pytest.raises(NumericsError) as error:
         dllp.prune(network(), table(), config(), on_step=break_at(5, act))
     assert told in str(error.value) and "at step 6 (epoch 2): lower lr (now 0.05)" in str(error.value)
@@ -115,7 +115,7 @@ def test_data_that_breaks_is_named() -> None:
     x[7, 2] = torch.nan
     with pytest.raises(DataError, match="NaN"):
         dllp.prune(network(), (x, y), config())
-    run: list[Trainer] = []
+    run: list[RunState] = []
     dllp.prune(network(), table(), config(epochs=1), on_start=run.append)
     assert health.in_data(run[0], x, y) == "NaN or infinity in the data (inputs)"
     assert "targets" in health.in_data(run[0], table()[0], torch.full((40, 1), torch.inf))
@@ -123,12 +123,12 @@ def test_data_that_breaks_is_named() -> None:
 
 
 def test_a_lower_rate_is_not_tried_where_the_data_broke() -> None:
-    starts: list[Trainer] = []
+    starts: list[RunState] = []
 
-    def spoil(trainer: Trainer) -> None:
-        starts.append(trainer)
-        own = trainer.place.shard
-        trainer.place.shard = lambda x, y: own(x * torch.nan if trainer.step_index == 2 else x, y)
+    def spoil(state: RunState) -> None:
+        starts.append(state)
+        own = state.place.shard
+        state.place.shard = lambda x, y: own(x * torch.nan if state.step_index == 2 else x, y)
 
     with pytest.raises(NumericsError, match=r"in the data \(inputs\) at step 3") as caught:
         dllp.prune(network(), table(), config(on_nan="rollback"), on_start=spoil)
@@ -136,7 +136,7 @@ def test_a_lower_rate_is_not_tried_where_the_data_broke() -> None:
 
 
 def test_a_healthy_run_has_nothing_to_tell() -> None:
-    run: list[Trainer] = []
+    run: list[RunState] = []
     dllp.prune(network(), table(), config(epochs=1), on_start=run.append)
     before = run[0].statistics.clone()
     assert health.find(run[0]) == "" and health.diagnose(run[0], *table()) == ""
@@ -147,9 +147,9 @@ def test_a_healthy_run_has_nothing_to_tell() -> None:
 def test_a_broken_step_changes_no_weight(granularity: str) -> None:
     kept: list[Tensor] = []
 
-    def act(trainer: Trainer) -> None:
-        gradient(trainer)
-        kept.extend((trainer.particles.rows, trainer.particles.rows.clone()))
+    def act(state: RunState) -> None:
+        gradient(state)
+        kept.extend((state.particles.rows, state.particles.rows.clone()))
 
     with pytest.raises(NumericsError):
         dllp.prune(network(), table(), config(granularity=granularity, gate_linear=True), on_step=break_at(3, act))
@@ -159,15 +159,15 @@ def test_a_broken_step_changes_no_weight(granularity: str) -> None:
 def test_a_snapshot_of_broken_weights_is_refused() -> None:
     """Weights that break in the update itself are seen before they are written, not a step later."""
 
-    def act(trainer: Trainer) -> None:
-        trainer.momentum[1, 4] = torch.inf
+    def act(state: RunState) -> None:
+        state.momentum[1, 4] = torch.inf
         with pytest.raises(NumericsError, match=r"in the momentum of particle 2 \(layer .* at step 2 \(epoch 1\)"):
-            api.healthy_snapshot(trainer)
-        trainer.momentum[1, 4] = 0
-        trainer.belief.log_d[0] = torch.nan
+            api.healthy_snapshot(state)
+        state.momentum[1, 4] = 0
+        state.latents.log_d[0] = torch.nan
         with pytest.raises(NumericsError, match="in log_d at step 2"):
-            api.healthy_snapshot(trainer)
-        trainer.belief.log_d[0] = 0
+            api.healthy_snapshot(state)
+        state.latents.log_d[0] = 0
 
     dllp.prune(network(), table(), config(epochs=1), on_step=break_at(2, act))
 
@@ -221,22 +221,22 @@ def test_a_broken_buffer_is_named() -> None:
     layers = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
     images, labels = torch.randn(40, 1, 6, 6), torch.arange(40) % 3
 
-    def act(trainer: Trainer) -> None:
-        buffers = dict(trainer.particles.active[1].named_buffers())
+    def act(state: RunState) -> None:
+        buffers = dict(state.particles.active[1].named_buffers())
         buffers["1.running_mean"][0] = torch.nan
         with pytest.raises(NumericsError, match=r"NaN in the buffer 1\.running_mean of particle 2 at step 2"):
-            api.healthy_snapshot(trainer)
+            api.healthy_snapshot(state)
         buffers["1.running_mean"][0] = 0
 
     dllp.prune(nn.Sequential(*layers), (images, labels), config(epochs=1), on_step=break_at(2, act))
 
 
 def test_gates_that_break_before_the_decision() -> None:
-    def act(trainer: Trainer) -> None:
-        trainer.belief.logits[0, 0] = torch.nan
+    def act(state: RunState) -> None:
+        state.latents.logits[0, 0] = torch.nan
         with pytest.raises(NumericsError, match="gates are not finite"):
-            trainer.belief.decide()
-        trainer.belief.logits[0, 0] = 3
+            state.latents.decide()
+        state.latents.logits[0, 0] = 3
 
     dllp.prune(network(), table(), config(epochs=1), on_step=break_at(1, act))
 
@@ -245,10 +245,10 @@ def test_rollback_without_checkpoints_starts_over_with_half_the_rate() -> None:
     broken: list[int] = []
     rates: list[float] = []
 
-    def once(trainer: Trainer) -> None:
-        if trainer.step_index == 6 and not broken:
+    def once(state: RunState) -> None:
+        if state.step_index == 6 and not broken:
             broken.append(6)
-            weight(trainer)
+            weight(state)
 
     result = dllp.prune(
         network(), table(), config(on_nan="rollback"), on_step=once, on_start=lambda t: rates.append(t.lr_scale)

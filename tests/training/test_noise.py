@@ -16,10 +16,11 @@ from dllp.cli.main import main
 from dllp.data import ArrayData
 from dllp.deploy.export import export
 from dllp.evaluation import evaluate, metrics
-from dllp.method import objective
+from dllp.method import likelihood
 from dllp.posterior import Posterior
 from dllp.training.particles import Particles
-from dllp.training.trainer import Trainer
+from dllp.training.state import RunState
+from dllp.training.step import prepare, step
 from dllp.zoo import build
 
 LOW, HIGH = 0.05, 0.5
@@ -32,10 +33,10 @@ def residuals() -> Tensor:
 def test_equation_9_is_a_gaussian_for_each_input() -> None:
     r, log_d = residuals(), torch.randn(30, dtype=torch.float64)
     exact = Normal(torch.zeros(4), (-log_d).exp()[:, None]).log_prob(r).sum(1).mean()
-    torch.testing.assert_close(objective.input_log_likelihood(r, log_d), exact)
+    torch.testing.assert_close(likelihood.input_log_likelihood(r, log_d), exact)
     constant = torch.full((30,), 0.3, dtype=torch.float64)
     torch.testing.assert_close(
-        objective.input_log_likelihood(r, constant), objective.gaussian_log_likelihood(r, constant[0])
+        likelihood.input_log_likelihood(r, constant), likelihood.gaussian_log_likelihood(r, constant[0])
     )
 
 
@@ -43,27 +44,27 @@ def test_the_head_is_fitted_and_excuses_nothing() -> None:
     r = residuals().requires_grad_()
     best = -0.5 * r.detach().square().mean(1).log()
     log_d = best.clone().requires_grad_()
-    objective.head_loss(r, log_d).backward()
+    likelihood.head_loss(r, log_d).backward()
     assert r.grad is None, "large residuals stay errors to be made smaller"
     torch.testing.assert_close(log_d.grad, torch.zeros(30, dtype=torch.float64))
     with torch.no_grad():
-        least = objective.head_loss(r, best)
-        assert all(objective.head_loss(r, best + step) > least for step in (-0.1, 0.1))
+        least = likelihood.head_loss(r, best)
+        assert all(likelihood.head_loss(r, best + step) > least for step in (-0.1, 0.1))
 
 
 def test_the_last_output_is_softly_bounded() -> None:
     outputs = torch.tensor([[1.0, 2.0, 0.5], [3.0, 4.0, 1e6], [5.0, 6.0, -1e6]])
-    predictions, log_d = objective.split_noise(outputs)
+    predictions, log_d = likelihood.split_noise(outputs)
     assert torch.equal(predictions, outputs[:, :2])
     assert log_d.tolist() == pytest.approx([0.5, 8.0, -8.0], abs=1e-3)
 
 
 def test_the_fitted_noise_is_where_equation_9_is_largest() -> None:
     r = residuals()
-    values = objective.fitted(float(objective.fit_noise(r)), 4)
+    values = likelihood.fitted(float(likelihood.fit_noise(r)), 4)
     log_d = torch.tensor(values["fitted_noise"], dtype=torch.float64).log() * -0.5
-    assert values["log_likelihood"] == pytest.approx(float(objective.gaussian_log_likelihood(r, log_d)), rel=1e-12)
-    assert objective.fitted(0.0, 4) == {"fitted_noise": 0.0}
+    assert values["log_likelihood"] == pytest.approx(float(likelihood.gaussian_log_likelihood(r, log_d)), rel=1e-12)
+    assert likelihood.fitted(0.0, 4) == {"fitted_noise": 0.0}
 
 
 class Constant(nn.Module):
@@ -192,7 +193,7 @@ def test_constant_noise_begins_at_the_targets_or_at_one(scale: float) -> None:
     x, network = torch.randn(20, 4), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     y = scale * torch.randn(20, 2)
     config = dllp.Config(task="regression", keep_flops=0.6, epochs=1, batch_size=20, lr=1e-6)
-    dllp.prune(network, (x, y), config, on_start=lambda trainer: begun.append(trainer.belief.noise().clone()))
+    dllp.prune(network, (x, y), config, on_start=lambda state: begun.append(state.latents.noise().clone()))
     expected = max(1.0, float(y.square().mean()))
     assert begun[0].tolist() == pytest.approx([expected] * len(begun[0]), rel=1e-5)
 
@@ -204,13 +205,13 @@ def test_every_output_of_a_regression_is_an_observation() -> None:
     wanted = Normal(network(x), math.exp(-log_d)).log_prob(y).sum()
     gradients = torch.autograd.grad(wanted, list(network.parameters()))
     config = dllp.Config(task="regression", epochs=1, particles=1, device="cpu").resolved()
-    trainer = Trainer(Particles([network]), None, config, num_data=y.numel(), steps_per_epoch=1)
-    trainer.belief.log_d.fill_(log_d)
-    trainer.prepare(x)
-    trainer.step(x, y)
+    state = RunState(Particles([network]), None, config, num_data=y.numel(), steps_per_epoch=1)
+    state.latents.log_d.fill_(log_d)
+    prepare(state, x)
+    step(state, x, y)
     for (name, _), expected in zip(network.named_parameters(), gradients, strict=True):
-        segment = trainer.particles.layout.segments[name]
-        torch.testing.assert_close(y.numel() * segment.view(trainer.scores[0]), expected, rtol=1e-10, atol=1e-12)
+        segment = state.particles.layout.segments[name]
+        torch.testing.assert_close(y.numel() * segment.view(state.scores[0]), expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])

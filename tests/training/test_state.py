@@ -17,8 +17,8 @@ from dllp.config import Config
 from dllp.devices.device import WORKSPACE, WORKSPACES
 from dllp.errors import ArtifactError
 from dllp.runs.checkpoints import Checkpoints
-from dllp.training.state import restore, snapshot
-from dllp.training.trainer import Trainer
+from dllp.training.snapshot import restore, snapshot
+from dllp.training.state import RunState
 
 
 class Stop(Exception):
@@ -62,7 +62,7 @@ def stopped(folder: Path, step: int, verb: Any, model: nn.Module, data: Any, con
     """Stopped without a word after a step, then run to the end by new objects."""
     held = Checkpoints(folder, every_steps=1)
 
-    def stop(trainer: Trainer) -> None:
+    def stop(trainer: RunState) -> None:
         held.flush()
         if trainer.step_index == step:
             raise Stop
@@ -113,7 +113,7 @@ def test_a_data_loader_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_a_finished_training_is_read_and_not_run_again(tmp_path: Path) -> None:
     model, data = network(), table()
     whole = dllp.prune(model, data, config(), checkpoints=Checkpoints(tmp_path))
-    steps: list[Trainer] = []
+    steps: list[RunState] = []
     again = dllp.prune(model, data, config(), on_step=steps.append, checkpoints=Checkpoints(tmp_path))
     assert not steps
     assert_equal(again, whole)
@@ -137,11 +137,11 @@ def test_with_deterministic_kernels_a_stopped_run_goes_on_exactly_on_cuda(
 # ---- what does not fit
 
 
-def trainer(**options: Any) -> Trainer:
+def trainer(**options: Any) -> RunState:
     """A run as it stands before its first step."""
-    found: list[Trainer] = []
+    found: list[RunState] = []
 
-    def stop(trainer: Trainer) -> None:
+    def stop(trainer: RunState) -> None:
         found.append(trainer)
         raise Stop
 
@@ -203,7 +203,7 @@ def test_a_snapshot_is_a_copy() -> None:
     tensors, values = snapshot(run)
     before = {name: value.clone() for name, value in tensors.items()}
     run.particles.rows.add_(1)
-    run.belief.logits.add_(1)
+    run.latents.logits.add_(1)
     run.statistics.add_(1)
     assert all(torch.equal(tensors[name], value) for name, value in before.items())
     assert values["step"] == 0 and replace(run.config, seed=9) != run.config
@@ -211,7 +211,7 @@ def test_a_snapshot_is_a_copy() -> None:
 
 def test_a_place_that_takes_no_checkpoints_is_told_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    steps: list[Trainer] = []
+    steps: list[RunState] = []
     with pytest.raises(ArtifactError, match=r"checkpoints cannot be written to .*file"):
         dllp.prune(network(), table(), config(), on_step=steps.append, checkpoints=Checkpoints(tmp_path / "file"))
     assert not steps

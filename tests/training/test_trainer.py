@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import dllp
+from dllp.method.algorithm1 import median_bandwidth
 from dllp.records import EpochRecord
 from dllp.training import trainer as train
-from dllp.training.trainer import Trainer
-from tests.support.oracles import naive_bandwidth, naive_stein_kernel
+from dllp.training.state import RunState
+from tests.support.oracles import naive_stein_kernel
 from tests.support.short_runs import mlp, quick, table
 
 
@@ -47,7 +48,7 @@ def test_each_epoch_has_the_discrepancy_of_its_particles() -> None:
         scores.append(torch.cat([-(g * ~torch.as_tensor(h)).flatten() for g, h in zip(gradients, holes, strict=True)]))
         rows.append(torch.cat([weight.detach().flatten() for weight in particle.reference.parameters()]))
     x, s = torch.stack(rows).double(), 20 * torch.stack(scores).double()
-    h = naive_bandwidth(x, "median")
+    h = median_bandwidth(x, least=0.0)
     mean = sum(naive_stein_kernel(x[i], x[j], s[i], s[j], h) for i in range(3) for j in range(3)) / 9
     assert result.history[-1]["discrepancy"] == pytest.approx(float(mean) ** 0.5 / 20, rel=1e-4)
 
@@ -74,7 +75,7 @@ def test_patience_stops_a_run_that_no_longer_improves() -> None:
 
 def test_patience_counts_epochs_that_are_discrete_from_their_first_step_on() -> None:
     """The third of four is half soft: its low loss is no measure for what comes after the cut."""
-    found: list[Trainer] = []
+    found: list[RunState] = []
     best: list[float] = []
     config = quick(epochs=4, lr=1e-9, lr_end=0.0, ramp_until=0.5, discrete_at=0.6, patience=1)
     result = dllp.prune(
@@ -89,7 +90,7 @@ def test_warm_up_takes_half_of_a_run_at_most(warmup: float, highest: int) -> Non
     """Of four epochs of two steps: longer than two epochs it would leave no time at the learning rate asked for."""
     rates: list[float] = []
     config = quick(epochs=4, warmup=warmup, lr=0.1)
-    dllp.train_dense(mlp(8), table(40), config, on_step=lambda trainer: rates.append(trainer.lr))
+    dllp.train_dense(mlp(8), table(40), config, on_step=lambda state: rates.append(state.lr))
     assert len(rates) == 8 and rates[highest - 1] == max(rates) == pytest.approx(0.1)
     assert rates[:highest] == pytest.approx([0.1 * (k + 1) / highest for k in range(highest)])
 
@@ -122,8 +123,8 @@ def test_padded_widths_are_gone_from_the_result() -> None:
     """As on a GPU, where sliced networks are trained in multiples of 8 channels: the same networks come out."""
     network, data, config = mlp(64), table(), quick(epochs=6)
 
-    def pad(trainer: Trainer) -> None:
-        trainer.lane = 8
+    def pad(state: RunState) -> None:
+        state.forward.lane = 8
 
     plain, padded = dllp.prune(network, data, config), dllp.prune(network, data, config, on_step=pad)
     assert plain.widths == padded.widths and plain.sizes == padded.sizes

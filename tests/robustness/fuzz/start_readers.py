@@ -23,9 +23,9 @@ from dllp.errors import DllpError
 from dllp.prepare import make_gating
 from dllp.runs import artifacts, checkpoints, pretrained
 from dllp.structure.groups import discover
-from dllp.training import state
+from dllp.training import snapshot
 from dllp.training.particles import Particles
-from dllp.training.trainer import Trainer
+from dllp.training.state import RunState
 
 # ---- settings, through the command line
 
@@ -129,12 +129,12 @@ def restarts(root: Path) -> list[Reader]:
     kept.close()
     path = root / "step-000000001.safetensors"
 
-    def trainer() -> Trainer:
+    def fresh() -> RunState:
         model = network()
         structure = discover(model, examples()[0][:2])
         particles = Particles.start(model, config, torch.device("cpu"))
         gating = make_gating(model, structure, particles, config, None)
-        return Trainer(particles, gating, config, num_data=12, steps_per_epoch=2)
+        return RunState(particles, gating, config, num_data=12, steps_per_epoch=2)
 
     def read(content: bytes) -> object:
         path.write_bytes(content)
@@ -147,7 +147,7 @@ def restarts(root: Path) -> list[Reader]:
             values |= json.loads(content)
         except (ValueError, RecursionError, TypeError):
             return None
-        state.restore(trainer(), (tensors, values))
+        snapshot.restore(fresh(), (tensors, values))
         return None
 
     seeds = [file.read_bytes() for file in kept.files()]

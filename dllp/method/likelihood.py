@@ -1,4 +1,4 @@
-"""Equations 9 to 13: task loss, likelihood, and the budget as a hyperprior on the gates.
+"""The likelihood of equation 9, the task loss beside it, and the noise d that both learn from.
 
 Everything is a mean over examples, of a regression over its outputs too, so that the temperature of the posterior is
 1/N (Section 2): N counts what was observed, labels or numbers.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -81,14 +80,3 @@ def fitted(noise: float, outputs: int) -> dict[str, float]:
     if noise > 0:
         values["log_likelihood"] = -0.5 * outputs * (math.log(2 * math.pi * noise) + 1)
     return values
-
-
-def budget_energy(fraction: Tensor, ramp: Tensor, multiplier: Tensor, penalty: float) -> tuple[Tensor, Tensor]:
-    """(n,) expected cost over dense cost -> the energy -log p(z) of the cost-aware hyperprior, and the gap (n,)."""
-    gap = fraction - ramp
-    return multiplier * fraction + penalty * gap.square(), gap
-
-
-def undecided(theta: Tensor) -> Tensor:
-    """(..., U) -> share of gates whose probability is neither below 5% nor above 95%."""
-    return ((theta > 0.05) & (theta < 0.95)).to(torch.float32).mean(-1)

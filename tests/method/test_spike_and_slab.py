@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dllp.method import priors
+from dllp.method import other_priors, spike_and_slab
 from tests.support.oracles import normal
 
 LOGITS = normal(50, seed=1) * 3
@@ -26,7 +26,7 @@ CASES: dict[str, tuple[Tensor | float, ...]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_score_is_the_gradient_of_the_log_density(name: str) -> None:
-    prior = priors.PRIORS[name]
+    prior = other_priors.PRIORS[name]
     w = normal(50).requires_grad_()
     (expected,) = torch.autograd.grad(prior.log_prob(w, *CASES[name]).sum(), w)
     torch.testing.assert_close(prior.score(w.detach(), *CASES[name]), expected, rtol=1e-10, atol=1e-10)
@@ -34,14 +34,14 @@ def test_score_is_the_gradient_of_the_log_density(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_separable_means_elementwise(name: str) -> None:
-    prior = priors.PRIORS[name]
+    prior = other_priors.PRIORS[name]
     assert prior.name == name
     assert prior.log_prob(normal(50), *CASES[name]).shape == ((50,) if prior.separable else ())
 
 
 @pytest.mark.parametrize("name, parameters", [("spike_and_slab", (torch.tensor(-1.0), 0.8, 30.0)), *CASES.items()])
 def test_proper_densities_integrate_to_one(name: str, parameters: tuple[Tensor | float, ...]) -> None:
-    prior = priors.PRIORS[name]
+    prior = other_priors.PRIORS[name]
     if not prior.proper:
         assert not prior.separable
         return
@@ -53,48 +53,52 @@ def test_proper_densities_integrate_to_one(name: str, parameters: tuple[Tensor |
 
 def test_the_registry_is_frozen() -> None:
     with pytest.raises(TypeError):
-        priors.PRIORS["other"] = priors.PRIORS["laplace"]  # pyright: ignore[reportIndexIssue]
+        other_priors.PRIORS["other"] = other_priors.PRIORS["laplace"]  # pyright: ignore[reportIndexIssue]
 
 
 def test_log_densities_agree_with_scipy() -> None:
     w = normal(20)
     for actual, reference in (
-        (priors.laplace_log_prob(w, 0.7), scipy.stats.laplace.logpdf(w, scale=0.7)),
-        (priors.gaussian_log_prob(w, 0.3), scipy.stats.norm.logpdf(w, scale=0.3)),
+        (other_priors.laplace_log_prob(w, 0.7), scipy.stats.laplace.logpdf(w, scale=0.7)),
+        (other_priors.gaussian_log_prob(w, 0.3), scipy.stats.norm.logpdf(w, scale=0.3)),
     ):
         torch.testing.assert_close(actual, torch.as_tensor(reference))
     theta = 0.3
     mixture = theta * scipy.stats.norm.pdf(w, scale=1 / 2) + (1 - theta) * scipy.stats.norm.pdf(w, scale=1 / 5)
     logit = torch.tensor(math.log(theta / (1 - theta)), dtype=w.dtype)
-    torch.testing.assert_close(priors.spike_and_slab_log_prob(w, logit, 2.0, 5.0).exp(), torch.as_tensor(mixture))
+    torch.testing.assert_close(spike_and_slab.log_prob(w, logit, 2.0, 5.0).exp(), torch.as_tensor(mixture))
 
 
 def test_a_tensor_of_precisions_equals_a_float() -> None:
     w = normal(50)
     slab, spike = torch.full((50,), 2.0, dtype=w.dtype), torch.tensor(20.0, dtype=w.dtype)
-    for function in (priors.spike_and_slab_log_prob, priors.responsibility, priors.spike_and_slab_score):
+    for function in (
+        spike_and_slab.log_prob,
+        spike_and_slab.responsibility,
+        spike_and_slab.score,
+    ):
         torch.testing.assert_close(function(w, LOGITS, slab, spike), function(w, LOGITS, 2.0, 20.0))
 
 
 def test_gradients_in_gate_and_slab_are_closed_forms() -> None:
     w, logit = normal(50), LOGITS.clone().requires_grad_()
     log_slab = torch.full((50,), math.log(2.0), dtype=w.dtype, requires_grad=True)
-    log_prob = priors.spike_and_slab_log_prob(w, logit, log_slab.exp(), 20.0)
+    log_prob = spike_and_slab.log_prob(w, logit, log_slab.exp(), 20.0)
     by_gate, by_slab = torch.autograd.grad(log_prob.sum(), (logit, log_slab))
-    torch.testing.assert_close(priors.gate_score(w, LOGITS, 2.0, 20.0), by_gate)
-    torch.testing.assert_close(priors.log_slab_score(w, LOGITS, 2.0, 20.0), by_slab)
+    torch.testing.assert_close(spike_and_slab.gate_score(w, LOGITS, 2.0, 20.0), by_gate)
+    torch.testing.assert_close(spike_and_slab.log_slab_score(w, LOGITS, 2.0, 20.0), by_slab)
 
 
 def test_responsibility_is_bayes_rule_and_splits_the_precision() -> None:
     w, logit = normal(50) * 0.1, LOGITS
-    slab = logit.sigmoid() * priors.gaussian_log_prob(w, 1 / 2.0).exp()
-    spike = (-logit).sigmoid() * priors.gaussian_log_prob(w, 1 / 20.0).exp()
-    r = priors.responsibility(w, logit, 2.0, 20.0)
+    slab = logit.sigmoid() * other_priors.gaussian_log_prob(w, 1 / 2.0).exp()
+    spike = (-logit).sigmoid() * other_priors.gaussian_log_prob(w, 1 / 20.0).exp()
+    r = spike_and_slab.responsibility(w, logit, 2.0, 20.0)
     torch.testing.assert_close(r, slab / (slab + spike))
-    parts = priors.precision_parts(w, logit, 2.0, 20.0)
+    parts = spike_and_slab.precision_parts(w, logit, 2.0, 20.0)
     torch.testing.assert_close(parts[0], r * 4)
     torch.testing.assert_close(parts[1], (1 - r) * 400)
-    torch.testing.assert_close(priors.precision(w, logit, 2.0, 20.0), parts[0] + parts[1])
+    torch.testing.assert_close(spike_and_slab.precision(w, logit, 2.0, 20.0), parts[0] + parts[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -108,18 +112,18 @@ def test_responsibility_is_a_probability_at_extremes(
     dtype: torch.dtype, w: float, logit: float, slab: float, spike: float
 ) -> None:
     weight, gate = torch.tensor(w, dtype=dtype), torch.tensor(logit, dtype=dtype)
-    r = float(priors.responsibility(weight, gate, slab, spike))
+    r = float(spike_and_slab.responsibility(weight, gate, slab, spike))
     assert 0 <= r <= 1
     if math.isinf(logit):
         assert r == (logit > 0)
-    assert bool(torch.stack(priors.precision_parts(weight, gate, slab, spike)).isfinite().all())
+    assert bool(torch.stack(spike_and_slab.precision_parts(weight, gate, slab, spike)).isfinite().all())
 
 
 @given(w=st.floats(-10, 10), logit=st.floats(-80, 80), ratio=st.floats(1.5, 1e4))
 def test_log_density_is_finite_in_float32(w: float, logit: float, ratio: float) -> None:
     weight = torch.tensor(w, dtype=torch.float32, requires_grad=True)
     gate = torch.tensor(logit, dtype=torch.float32, requires_grad=True)
-    value = priors.spike_and_slab_log_prob(weight, gate, 20.0, 20.0 * ratio)
+    value = spike_and_slab.log_prob(weight, gate, 20.0, 20.0 * ratio)
     gradients = torch.autograd.grad(value, (weight, gate))
     assert all(bool(x.isfinite()) for x in (value, *gradients))
 
@@ -127,7 +131,7 @@ def test_log_density_is_finite_in_float32(w: float, logit: float, ratio: float) 
 @given(w=st.floats(-10, 10), pull=st.floats(0, 1e6))
 def test_proximal_step_minimises_its_objective_and_keeps_the_sign(w: float, pull: float) -> None:
     start = torch.tensor(w, dtype=torch.float64)
-    end = priors.proximal_spike(start, pull)
+    end = spike_and_slab.proximal_spike(start, pull)
     # First-order condition of min_v |v - w|^2 / 2 + pull v^2 / 2.
     assert float(end - start + pull * end) == pytest.approx(0, abs=1e-9)
     assert float(end * start) >= 0 and float(end.abs()) <= abs(w)
@@ -140,7 +144,7 @@ def test_proximal_pull_matches_the_same_pull_inside_momentum() -> None:
     for _ in range(steps):
         velocity = momentum * velocity - stiffness * inside
         inside = inside + lr * velocity
-        outside = {scale: priors.proximal_spike(w, lr * stiffness * scale) for scale, w in outside.items()}
+        outside = {scale: spike_and_slab.proximal_spike(w, lr * stiffness * scale) for scale, w in outside.items()}
     rates = {scale: math.log(float(w)) for scale, w in outside.items()}
     assert rates[1 / (1 - momentum)] == pytest.approx(math.log(inside), rel=0.02)
     assert rates[1.0] == pytest.approx(math.log(inside) / 10, rel=0.02)
@@ -154,16 +158,16 @@ def climb(steps: int, bounds: tuple[float, float] | None) -> tuple[float, float]
 
     def log_joint(weights: Tensor, slab: Tensor) -> Tensor:
         likelihood = 10 * (torch.nn.functional.normalize(weights, dim=0) @ wanted)
-        return likelihood + priors.gaussian_log_prob(weights, 1 / slab).sum()
+        return likelihood + other_priors.gaussian_log_prob(weights, 1 / slab).sum()
 
     for _ in range(steps):
         w.requires_grad_()
         (gradient,) = torch.autograd.grad(log_joint(w, log_slab.exp()), w)
         # Preconditioned by the prior's precision: a fixed step would turn unstable as lambda grows.
         w = (w + 0.1 * gradient / log_slab.exp() ** 2).detach()
-        log_slab = log_slab + 0.1 * priors.log_slab_score(w, gate, log_slab.exp(), 1.0).mean()
+        log_slab = log_slab + 0.1 * spike_and_slab.log_slab_score(w, gate, log_slab.exp(), 1.0).mean()
         if bounds is not None:
-            log_slab = priors.clamp_slab(log_slab, bounds)
+            log_slab = spike_and_slab.clamp_slab(log_slab, bounds)
     return float(log_joint(w, log_slab.exp())), float(log_slab)
 
 
@@ -183,8 +187,7 @@ def test_everything_in_the_spike_gains_what_the_formula_says(weights: int, nats:
     zeros = torch.zeros(1000, dtype=torch.float64)
     closed, opened = torch.full_like(zeros, -60), torch.full_like(zeros, 60)
     mean_gain = (
-        priors.spike_and_slab_log_prob(zeros, closed, slab, spike)
-        - priors.spike_and_slab_log_prob(zeros, opened, slab, spike)
+        spike_and_slab.log_prob(zeros, closed, slab, spike) - spike_and_slab.log_prob(zeros, opened, slab, spike)
     ).mean()
     gain = beta * weights * float(mean_gain) / num_data
     assert gain == pytest.approx(beta * weights * math.log(spike / slab) / num_data, rel=1e-12)
@@ -195,21 +198,23 @@ def test_everything_in_the_spike_gains_what_the_formula_says(weights: int, nats:
 def test_clamp_slab_holds_lambda_within_its_bounds() -> None:
     log_slab = torch.tensor([0.1, 5.0, 500.0], dtype=torch.float64).log()
     torch.testing.assert_close(
-        priors.clamp_slab(log_slab, (1.0, 200.0)).exp(), torch.tensor([1.0, 5.0, 200.0]).double()
+        spike_and_slab.clamp_slab(log_slab, (1.0, 200.0)).exp(), torch.tensor([1.0, 5.0, 200.0]).double()
     )
 
 
 def test_polarization_prefers_two_groups() -> None:
     split, even = torch.tensor([0.0, 0.0, 1.0, 1.0]), torch.full((4,), 0.5)
     # Worked by hand: |g|_1 = 2 for both; distances to the mean add up to 2 and 0.
-    assert float(priors.polarization_energy(split, 1.2, 0.5)) == pytest.approx((1.2 * 2 - 2) / 0.5)
-    assert float(priors.polarization_energy(even, 1.2, 0.5)) == pytest.approx(1.2 * 2 / 0.5)
+    assert float(other_priors.polarization_energy(split, 1.2, 0.5)) == pytest.approx((1.2 * 2 - 2) / 0.5)
+    assert float(other_priors.polarization_energy(even, 1.2, 0.5)) == pytest.approx(1.2 * 2 / 0.5)
 
 
 def test_hoyer_counts_the_weights_that_matter() -> None:
     w = torch.tensor([0.0, 3.0, 0.0, -3.0])
-    assert float(priors.hoyer_energy(w, 1.0)) == pytest.approx(2)
-    assert float(priors.hoyer_energy(100 * w, 1.0)) == pytest.approx(2)
-    assert float(priors.hoyer_score(normal(9), 1.0) @ normal(9)) == pytest.approx(0, abs=1e-12)
+    assert float(other_priors.hoyer_energy(w, 1.0)) == pytest.approx(2)
+    assert float(other_priors.hoyer_energy(100 * w, 1.0)) == pytest.approx(2)
+    assert float(other_priors.hoyer_score(normal(9), 1.0) @ normal(9)) == pytest.approx(0, abs=1e-12)
     zeros = torch.zeros(4)
-    assert float(priors.hoyer_energy(zeros, 1.0)) == 0 and torch.equal(priors.hoyer_score(zeros, 1.0), zeros)
+    assert float(other_priors.hoyer_energy(zeros, 1.0)) == 0 and torch.equal(
+        other_priors.hoyer_score(zeros, 1.0), zeros
+    )

@@ -14,7 +14,7 @@ from scipy import stats
 from torch import Tensor
 
 from dllp.evaluation import metrics
-from dllp.method import objective
+from dllp.method import budget, likelihood
 
 
 def numbers(*shape: int, scale: float = 1.0) -> Tensor:
@@ -26,8 +26,8 @@ def test_equation_9_is_a_product_of_gaussians(d: float, classes: int, seed: int)
     generator = torch.Generator().manual_seed(seed)
     outputs = torch.randn(5, classes, generator=generator, dtype=torch.float64)
     labels = torch.randint(classes, (5,), generator=generator)
-    residual = objective.residuals(outputs, labels, "classification")
-    value = objective.gaussian_log_likelihood(residual, torch.tensor(math.log(d), dtype=torch.float64))
+    residual = likelihood.residuals(outputs, labels, "classification")
+    value = likelihood.gaussian_log_likelihood(residual, torch.tensor(math.log(d), dtype=torch.float64))
     onehot, p = np.eye(classes)[labels.numpy()], outputs.softmax(1).numpy()
     expected = stats.norm.logpdf(onehot, loc=p, scale=1 / d).sum(1).mean()
     assert float(value) == pytest.approx(expected, rel=1e-9, abs=1e-9)
@@ -35,7 +35,7 @@ def test_equation_9_is_a_product_of_gaussians(d: float, classes: int, seed: int)
 
 def test_equation_9_for_a_regression() -> None:
     outputs, targets, log_d = numbers(8, 2), numbers(8, 2, scale=3.0), torch.tensor(0.7, dtype=torch.float64)
-    value = objective.gaussian_log_likelihood(objective.residuals(outputs, targets, "regression"), log_d)
+    value = likelihood.gaussian_log_likelihood(likelihood.residuals(outputs, targets, "regression"), log_d)
     expected = stats.norm.logpdf(targets.numpy(), loc=outputs.numpy(), scale=math.exp(-0.7)).sum(1).mean()
     assert float(value) == pytest.approx(expected, rel=1e-12)
 
@@ -44,65 +44,65 @@ def test_equation_9_for_a_regression() -> None:
 def test_noise_gradient_is_the_derivative(log_d: float, seed: int) -> None:
     residual = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     at = torch.tensor(log_d, dtype=torch.float64, requires_grad=True)
-    (expected,) = torch.autograd.grad(objective.gaussian_log_likelihood(residual, at), at)
-    torch.testing.assert_close(objective.noise_gradient(residual, at.detach()), expected, rtol=1e-9, atol=1e-9)
+    (expected,) = torch.autograd.grad(likelihood.gaussian_log_likelihood(residual, at), at)
+    torch.testing.assert_close(likelihood.noise_gradient(residual, at.detach()), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_the_fitted_noise_is_the_maximum_and_brier_over_classes() -> None:
     outputs, labels = numbers(40, 5, scale=2.0), torch.randint(5, (40,))
-    residual = objective.residuals(outputs, labels, "classification")
-    noise = objective.fit_noise(residual)
+    residual = likelihood.residuals(outputs, labels, "classification")
+    noise = likelihood.fit_noise(residual)
     log_d = -0.5 * noise.log()
-    assert float(objective.noise_gradient(residual, log_d)) == pytest.approx(0, abs=1e-9)
+    assert float(likelihood.noise_gradient(residual, log_d)) == pytest.approx(0, abs=1e-9)
     brier = float((F.one_hot(labels, 5) - outputs.softmax(1)).square().sum(1).mean())
     assert float(noise) == pytest.approx(brier / 5, rel=1e-12)
     assert float(noise) == pytest.approx(metrics.brier(outputs.softmax(1), labels) / 5, rel=1e-6)
-    best = objective.gaussian_log_likelihood(residual, log_d)
+    best = likelihood.gaussian_log_likelihood(residual, log_d)
     for step in (-0.1, 0.1):
-        assert objective.gaussian_log_likelihood(residual, log_d + step) < best
+        assert likelihood.gaussian_log_likelihood(residual, log_d + step) < best
 
 
 def test_residuals_of_a_certain_answer_vanish_and_sum_to_zero() -> None:
     outputs, labels = 1000 * F.one_hot(torch.tensor([0, 2]), 3).double(), torch.tensor([0, 2])
-    assert objective.residuals(outputs, labels, "classification").abs().max() == 0
-    residual = objective.residuals(numbers(7, 3), torch.arange(7) % 3, "classification")
+    assert likelihood.residuals(outputs, labels, "classification").abs().max() == 0
+    residual = likelihood.residuals(numbers(7, 3), torch.arange(7) % 3, "classification")
     torch.testing.assert_close(residual.sum(1), torch.zeros(7, dtype=torch.float64))
 
 
 def test_task_loss_of_a_classification_is_cross_entropy() -> None:
     outputs, labels = numbers(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
     by_hand = -torch.stack([outputs[i].softmax(0)[labels[i]].log() for i in range(6)]).mean()
-    torch.testing.assert_close(objective.task_loss(outputs, labels, "classification"), by_hand)
+    torch.testing.assert_close(likelihood.task_loss(outputs, labels, "classification"), by_hand)
 
 
 @pytest.mark.parametrize("shape", [(6, 1), (6, 3)])
 def test_task_loss_of_a_regression_averages_examples_and_outputs(shape: tuple[int, int]) -> None:
     outputs, targets = numbers(*shape), numbers(*shape)
     by_hand = sum(float((outputs[i] - targets[i]).square().sum()) for i in range(6)) / outputs.numel()
-    assert float(objective.task_loss(outputs, targets, "regression")) == pytest.approx(by_hand, rel=1e-12)
+    assert float(likelihood.task_loss(outputs, targets, "regression")) == pytest.approx(by_hand, rel=1e-12)
     if shape[1] == 1:
-        flat = objective.task_loss(outputs, targets[:, 0], "regression")
+        flat = likelihood.task_loss(outputs, targets[:, 0], "regression")
         assert float(flat) == pytest.approx(by_hand, rel=1e-12)
 
 
 def test_twin_loss_is_least_at_the_mean_and_takes_its_gradient_in_the_outputs_only() -> None:
     outputs = numbers(5, 3).requires_grad_()
     mean = numbers(5, 3).softmax(1)
-    loss = objective.twin_loss(outputs, mean)
+    loss = likelihood.twin_loss(outputs, mean)
     (gradient,) = torch.autograd.grad(loss, outputs)
     torch.testing.assert_close(gradient, (outputs.detach().softmax(1) - mean) / 5)
-    least = objective.twin_loss(mean.log(), mean)
+    least = likelihood.twin_loss(mean.log(), mean)
     assert float(least) == pytest.approx(float(torch.special.entr(mean).sum(1).mean()), rel=1e-12)
     assert float(loss.detach()) > float(least)
     sure = F.one_hot(torch.tensor([0, 1, 2, 0, 1]), 3).double()
-    hard = objective.task_loss(outputs, sure.argmax(1), "classification")
-    torch.testing.assert_close(objective.twin_loss(outputs, sure), hard)
+    hard = likelihood.task_loss(outputs, sure.argmax(1), "classification")
+    torch.testing.assert_close(likelihood.twin_loss(outputs, sure), hard)
 
 
 def test_budget_energy_pulls_towards_the_ramp_from_both_sides() -> None:
     fraction = torch.tensor([0.9, 0.5, 0.2], dtype=torch.float64, requires_grad=True)
     ramp, multiplier = torch.tensor(0.5, dtype=torch.float64), torch.tensor([0.3, 0.0, -0.4], dtype=torch.float64)
-    energy, gap = objective.budget_energy(fraction, ramp, multiplier, 10.0)
+    energy, gap = budget.budget_energy(fraction, ramp, multiplier, 10.0)
     torch.testing.assert_close(gap, torch.tensor([0.4, 0.0, -0.3], dtype=torch.float64))
     torch.testing.assert_close(energy, torch.tensor([0.27 + 1.6, 0.0, -0.08 + 0.9], dtype=torch.float64))
     (slope,) = torch.autograd.grad(energy.sum(), fraction)
@@ -111,4 +111,4 @@ def test_budget_energy_pulls_towards_the_ramp_from_both_sides() -> None:
 
 def test_undecided_counts_gates_between_5_and_95_percent() -> None:
     theta = torch.tensor([[0.0, 0.04, 0.06, 0.5], [0.94, 0.96, 1.0, 0.99]])
-    assert objective.undecided(theta).tolist() == [0.5, 0.25]
+    assert budget.undecided(theta).tolist() == [0.5, 0.25]

@@ -1,0 +1,102 @@
+"""Forward passes of the particles as fast as the device allows: fused norms, padded widths, bfloat16, recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from dllp.config import Config
+from dllp.devices import fuse, recompute, rounding, sync_batch_norm
+from dllp.devices.mesh import Axis
+from dllp.structure.slicing import Fold
+from dllp.structure.trace import explained
+from dllp.training.gating import ChannelGating, WeightGating
+from dllp.training.particles import Particles
+
+T = TypeVar("T")
+
+
+class Forward:
+    """Calls particle i with its gates.
+
+    Attributes:
+        networks: What a call runs: the active networks, their norms fused where possible. Empty until `prepare`.
+        stages: Blocks that keep their inputs only, where `config.recompute` asks for it.
+        lane: Multiple of channels that the device likes; sliced networks are padded to it with closed channels.
+        closed: Folds and gates that close the padding of each sliced network.
+    """
+
+    def __init__(self, particles: Particles, gating: ChannelGating | WeightGating | None, config: Config) -> None:
+        cuda, n = particles.device.type == "cuda", len(particles)
+        self.particles, self.gating, self.config = particles, gating, config
+        self.networks: list[nn.Module] = []
+        self.lane = 8 if cuda else 1  # widths that tensor cores like
+        self.closed: list[tuple[Fold, Tensor]] = []
+        self._fused = cuda and config.engine != "eager" and fuse.available()
+        self._recompute = recompute.Recompute()
+        self.stages = recompute.stages(particles.networks[0]) if config.recompute else []
+        # side by side particles are faster and need the memory of all: not where memory is what matters
+        aside = cuda and n > 1 and config.accumulate == 1 and not config.recompute
+        self._streams = [torch.cuda.Stream(particles.device) for _ in range(n)] if aside else []
+
+    def prepare(self, x: Tensor, shards: Axis) -> None:
+        """Make the networks ready for batches like x (B, ...), unless they are."""
+        if self.networks:
+            return
+        active = self.particles.active
+        if self.config.sync_batch_norm and shards.size > 1:
+            self.networks = sync_batch_norm.share(active, shards)
+        else:
+            self.networks = fuse.fuse(active, x[:16], self.stages) if self._fused else active
+
+    def slice(self, gating: ChannelGating, keep: Tensor, logits: Tensor) -> None:
+        """Run the networks cut to `keep` (n, U) from here on, padded by the likeliest closed channels."""
+        padded = [gating.padded(row, values, self.lane) for row, values in zip(keep, logits, strict=True)]
+        networks = self.particles.networks
+        wide = [gating.recipe(network, row) for network, row in zip(networks, padded, strict=True)]
+        slab = [gating.recipe(network, row) for network, row in zip(networks, keep, strict=True)]
+        self.particles.slice(wide, slab)
+        self.networks = []
+        if self.lane > 1:
+            parts = zip(self.particles.sliced, padded, keep, strict=True)
+            self.closed = [gating.closed(part.network, part.recipe, pad, row) for part, pad, row in parts]
+
+    def __call__(self, i: int, x: Tensor, gates: Tensor | None) -> Tensor:
+        """(B, ...) inputs and particle i's gates (U,) -> (B, C) outputs; without gates all are open."""
+        network = self.networks[i]
+        bf16 = self.config.precision == "bfloat16"
+        # cast weights must not be cached: a captured graph would keep the first step's
+        autocast = torch.autocast(x.device.type, torch.bfloat16, enabled=bf16, cache_enabled=False)
+        blocks = self._recompute(network, self.stages) if self.stages else nullcontext()
+        with autocast, blocks, explained(x, cut=bool(self.particles.sliced)):
+            weights: dict[str, Tensor] = {}
+            if self.closed:
+                fold, gate = self.closed[i]
+                weights = fold(dict(network.named_parameters()), gate)
+            elif gates is not None and self.gating is not None and not self.particles.sliced:
+                weights = self.gating.weights(dict(network.named_parameters()), gates)
+            if bf16:
+                weights = rounding.early(network, weights)
+            outputs = functional_call(network, weights, (x,), tie_weights=False) if weights else network(x)
+        return outputs.float() if bf16 else outputs
+
+    def each(self, work: Callable[[int], T]) -> Sequence[T]:
+        """work(i) for every particle; in a captured step each on a stream of its own, joined at the end.
+
+        Not before: step by step the CPU cannot fill two streams, and memory freed on one does not serve the other.
+        """
+        if not self._streams or not torch.cuda.is_current_stream_capturing():
+            return [work(i) for i in range(len(self.particles))]
+        main, results = torch.cuda.current_stream(), []
+        for i, stream in enumerate(self._streams):
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                results.append(work(i))
+        for stream in self._streams:
+            main.wait_stream(stream)
+        return results
