@@ -1,4 +1,4 @@
-"""The configuration of a run: the one place where a default stands.
+"""The configuration of a run in five groups, with flat names: the one place where a default stands.
 
 Section numbers refer to docs/method. ``None`` means "by granularity", of `likelihood` "by task", and
 :meth:`Config.resolved` fills it in; of `keep_flops` and `keep_params` it means no budget.
@@ -8,29 +8,54 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, wraps
 from types import MappingProxyType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dllp.errors import ConfigError
 
 T = TypeVar("T")
 Granularity = Literal["channel", "weight"]
-Budget = Literal["flops", "params"]
+Counted = Literal["flops", "params"]
 SPIKE_AND_SLAB = "spike_and_slab"
-MOST_PARTICLES = 4096
 LARGEST = 3.4028234663852886e38
-"""What float32 holds."""
-SHUT = 50.0
-"""Logits beyond this are certainties in every precision."""
+"""The largest number that float32 holds."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition on a value, written beside its type, and the words for its violation."""
+
+    holds: Callable[[Any], bool]
+    text: str
+
+
+Count = Annotated[int, Rule(lambda v: v >= 1, "at least 1 is needed")]
+Positive = Annotated[float, Rule(lambda v: 0 < v < math.inf, "a positive number is needed")]
+NotNegative = Annotated[float, Rule(lambda v: 0 <= v < math.inf, "it must not be negative")]
+NotNegativeInt = Annotated[int, Rule(lambda v: v >= 0, "it must not be negative")]
+Share = Annotated[float, Rule(lambda v: 0 < v <= 1, "give the fraction to keep, in (0, 1], for example 0.45")]
+BelowOne = Annotated[float, Rule(lambda v: 0 <= v < 1, "it must be in [0, 1)")]
+Bounds = Annotated[tuple[float, float], Rule(lambda v: 0 < v[0] <= v[1] < math.inf, "give 0 < lower <= upper")]
 
 
 @cache
 def types_of(cls: type) -> Mapping[str, Any]:
-    """The types of a dataclass's fields: worked out once, because every configuration is held to them."""
+    """The types of a dataclass's fields, without their rules: worked out once, every configuration is held to them."""
     return MappingProxyType(get_type_hints(cls))
+
+
+@cache
+def _rules_of(cls: type) -> Mapping[str, Rule]:
+    """The rules of a dataclass's fields that have one."""
+    found = {}
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        for part in (hint, *get_args(hint)):
+            if get_origin(part) is Annotated:
+                found[name] = get_args(part)[1]
+    return MappingProxyType(found)
 
 
 def _names_checked(cls: type[T]) -> type[T]:
@@ -50,10 +75,14 @@ def _names_checked(cls: type[T]) -> type[T]:
     return cls
 
 
-@_names_checked
+def _changeable(default: Any) -> Any:
+    """A field that a run may change when it is resumed."""
+    return field(default=default, metadata={"changeable": True})
+
+
 @dataclass(frozen=True)
-class Config:
-    """How one network is pruned.
+class Budget:
+    """What is removed, and how much of it.
 
     Args:
         keep_flops: Fraction of the multiply-accumulates to keep, in (0, 1]. Without this and without
@@ -62,26 +91,23 @@ class Config:
         granularity: `channel` cuts whole channels; `weight` zeroes single weights.
         round_to: A layer keeps a multiple of this many channels, or all that it has (8 suits most accelerators).
         gate_linear: With `weight`: gate the weights of linear layers too.
+        sparsity: Without a budget: strength of the hyperprior -sparsity * cost/dense on the gates.
+    """
+
+    keep_flops: Share | None = None
+    keep_params: Share | None = None
+    granularity: Granularity = "channel"
+    round_to: Count = 1
+    gate_linear: bool = False
+    sparsity: NotNegative | None = None
+
+
+@dataclass(frozen=True)
+class Prior:
+    """The probabilistic model: particles, likelihood, prior, and the weight of the Stein term.
+
+    Args:
         particles: Number of networks n; 1 is a MAP estimate, 2 the paper's twin.
-        epochs: Passes over the training data, in one run without fine-tuning.
-        batch_size: Examples in a step; ignored where the data is a DataLoader.
-        accumulate: Parts of a batch that are computed one after the other, to save memory; their gradients add up to
-            that of the whole batch. Batch norm sees one part at a time.
-        recompute: Keep the inputs of a network's blocks only, and compute the rest again in the backward pass: less
-            memory for about a third more time, and the same numbers.
-        seed: Fixes initialisation, data order and gate noise.
-        init: `given` starts every particle at the network's own weights (jittered beyond the first),
-            `fresh` re-initialises each independently.
-        jitter: Noise on particles beyond the first under `given`, in units of each tensor's std.
-        device: `auto`, `cpu`, `cuda` or `cuda:K`.
-        precision: `bfloat16` autocasts forward and backward; master weights stay float32.
-        engine: `graph` captures the step as a CUDA graph, `eager` does not,
-            `auto` is graph on CUDA and eager elsewhere.
-        on_nan: What to do when a number breaks: `stop`, or `rollback` to the last checkpoint with half the lr.
-        parallel: What processes of torchrun share: each `data` batch, the `particles`, or `both`, the particles as far
-            as they divide and each batch beyond. One process alone is the same with any of them.
-        sync_batch_norm: Batch norms see the whole batch where processes share it; otherwise each its own shard.
-        deterministic: Ask for deterministic kernels on CUDA (CPU runs always are).
         task: `classification` (cross-entropy) or `regression` (squared error).
         noise: `constant` learns one noise level 1/d^2 for each network, `input` one for each input, 1/d(x)^2: the
             network then has one output more than there are classes or targets, and the last one is log d(x).
@@ -89,129 +115,138 @@ class Config:
         beta: Weight of the Stein term in the objective (equation 13), the paper's only hyperparameter.
         bandwidth: `median`, `paper` (h = log 2) or a positive number.
         blocks: One kernel for each `module`, for `all` weights together, or for each `coordinate`.
-        prior: What the weights are believed to be: `spike_and_slab` (equation 10), or a prior of older methods, under
+        prior: Density of the weights: `spike_and_slab` (equation 10), or a prior of older methods, under
             which gates follow loss and budget alone: `laplace` (l1), `gaussian` (l2), `polarization` or `hoyer`.
         prior_scale: Width of such a prior: the scale b of Laplace, the std of Gaussian, a of polarization, 1 over the
             strength of Hoyer. The smaller, the stronger.
-        polarization: t of the polarization prior (equation 6): at 1.2 small and large factors part.
+        prior_strength: `bayes` weighs the prior by 1/N, `tempered` by 1/max(N, gated weights).
         epsilon: Root precision of the spike.
         slab: Initial root precision of the slab, learned per module within `slab_bounds`.
         slab_bounds: Bounds of the learned slab precision; they keep joint MAP of weights and slab bounded. By default
             they hold `slab` and end at `epsilon`.
         slab_decay: Once gates are discrete, shrink what they ruled as the slab does, by beta slab^2 / (particles N)
             with the slab that each module has learned, instead of by `weight_decay`.
-        prior_strength: `bayes` weighs the prior by 1/N, `tempered` by 1/max(N, gated weights).
-        sparsity: Without a budget: strength of the hyperprior -sparsity * cost/dense on the gates.
-        lr: Peak learning rate; `lr_end` closes the cosine, after `warmup` epochs of linear rise, half the run at most.
-        momentum: Nesterov momentum.
-        weight_decay: Shrinkage of whatever the prior does not shrink.
-        lr_gates: Adam's rate for gate logits; `lr_scales` is its rate for slab precisions and d.
-        gate_logit: Initial gate logit (3: gates start 95% open).
+    """
+
+    particles: Annotated[int, Rule(lambda v: 1 <= v <= 4096, "at least 1 is needed, and at most 4096")] = 2
+    task: Literal["classification", "regression"] = "classification"
+    noise: Literal["constant", "input"] = "constant"
+    likelihood: Literal["categorical", "gaussian"] | None = None
+    beta: NotNegative = 0.1
+    bandwidth: Literal["median", "paper"] | float = "median"
+    blocks: Literal["module", "all", "coordinate"] = "module"
+    prior: Literal["spike_and_slab", "laplace", "gaussian", "polarization", "hoyer"] = SPIKE_AND_SLAB
+    prior_scale: Positive = 0.05
+    prior_strength: Literal["bayes", "tempered"] = "bayes"
+    epsilon: float | None = None
+    slab: Positive = 20.0
+    slab_bounds: Bounds | None = None
+    slab_decay: bool = False
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The course of a run: its length, its phases, and its gates on the way from open to decided.
+
+    Args:
+        epochs: Passes over the training data, in one run without fine-tuning.
         open_until, ramp_until, discrete_at: Progress in [0, 1] at which gates start to close, the budget
             ramp reaches its target, and gates become discrete and the network is sliced.
-        tau_start, tau_end: Temperature of the relaxed gates, annealed until `discrete_at`.
         draw_gates: Draw the relaxed gates in each step, or take their medians: single weights tell their gates too
             little to be heard through the noise of all the others.
-        dual_step: Step of the budget's multiplier; many single weights need a faster one than channels.
-        gap_penalty: Weight of the squared gap between expected cost and ramp.
         mean_weight: Share of the cross-entropy that is taken to the mean prediction of all particles, held fixed,
             instead of the labels; for classification.
         patience: Stop early when the training loss has not improved for this many epochs after
             gates are discrete (0: run all epochs).
     """
 
-    keep_flops: float | None = None
-    keep_params: float | None = None
-    granularity: Granularity = "channel"
-    round_to: int = 1
-    gate_linear: bool = False
-
-    particles: int = 2
-    epochs: int = 60
-    batch_size: int = 512
-    accumulate: int = 1
-    recompute: bool = False
-    seed: int = 0
-    init: Literal["given", "fresh"] = "given"
-    jitter: float = 0.1
-    device: str = "auto"
-    precision: Literal["float32", "bfloat16"] = "float32"
-    engine: Literal["auto", "eager", "graph"] = "auto"
-    deterministic: bool = False
-    parallel: Literal["data", "particles", "both"] = "data"
-    sync_batch_norm: bool = False
-    on_nan: Literal["stop", "rollback"] = "stop"
-
-    task: Literal["classification", "regression"] = "classification"
-    noise: Literal["constant", "input"] = "constant"
-    likelihood: Literal["categorical", "gaussian"] | None = None
-    beta: float = 0.1
-    bandwidth: Literal["median", "paper"] | float = "median"
-    blocks: Literal["module", "all", "coordinate"] = "module"
-    prior: Literal["spike_and_slab", "laplace", "gaussian", "polarization", "hoyer"] = SPIKE_AND_SLAB
-    prior_scale: float = 0.05
-    polarization: float = 1.2
-    epsilon: float | None = None
-    slab: float = 20.0
-    slab_bounds: tuple[float, float] | None = None
-    slab_decay: bool = False
-    prior_strength: Literal["bayes", "tempered"] = "bayes"
-    sparsity: float | None = None
-
-    lr: float = 0.1
-    lr_end: float = 0.001
-    warmup: float = 2.0
-    momentum: float = 0.9
-    weight_decay: float | None = None
-    lr_gates: float = 0.02
-    lr_scales: float = 0.01
-    gate_logit: float = 3.0
+    epochs: Count = 60
     open_until: float = 0.05
     ramp_until: float = 0.35
     discrete_at: float = 0.5
-    tau_start: float = 1.0
-    tau_end: float = 0.1
     draw_gates: bool | None = None
-    dual_step: float | None = None
-    gap_penalty: float | None = None
-    mean_weight: float = 0.0
-    patience: int = 0
+    mean_weight: BelowOne = 0.0
+    patience: NotNegativeInt = 0
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Where training starts, and how it moves.
+
+    Args:
+        seed: Fixes initialisation, data order and gate noise.
+        init: `given` starts every particle at the network's own weights (jittered beyond the first),
+            `fresh` re-initialises each independently.
+        batch_size: Examples in a step; ignored where the data is a DataLoader.
+        accumulate: Parts of a batch that are computed one after the other, to save memory; their gradients add up to
+            that of the whole batch. Batch norm sees one part at a time.
+        sync_batch_norm: Batch norms see the whole batch where processes share it; otherwise each its own shard.
+        lr: Peak learning rate; `lr_end` closes the cosine, after `warmup` epochs of linear rise, half the run at most.
+        momentum: Nesterov momentum.
+        weight_decay: Shrinkage of whatever the prior does not shrink.
+        lr_gates: Adam's rate for gate logits.
+        on_nan: Reaction to a number that breaks: `stop`, or `rollback` to the last checkpoint with half the lr.
+    """
+
+    seed: int = 0
+    init: Literal["given", "fresh"] = "given"
+    batch_size: Count = 512
+    accumulate: Count = 1
+    sync_batch_norm: bool = False
+    lr: Positive = 0.1
+    lr_end: NotNegative = 0.001
+    warmup: NotNegative = 2.0
+    momentum: BelowOne = 0.9
+    weight_decay: NotNegative | None = None
+    lr_gates: Positive = 0.02
+    on_nan: Literal["stop", "rollback"] = _changeable("stop")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How a run is computed, not what: none of it counts in the digest of a published result.
+
+    Args:
+        device: `auto`, `cpu`, `cuda` or `cuda:K`.
+        precision: `bfloat16` autocasts forward and backward; master weights stay float32.
+        engine: `graph` captures the step as a CUDA graph, `eager` does not,
+            `auto` is graph on CUDA and eager elsewhere.
+        deterministic: Ask for deterministic kernels on CUDA (CPU runs always are).
+        recompute: Keep the inputs of a network's blocks only, and compute the rest again in the backward pass: less
+            memory for about a third more time, and the same numbers.
+        parallel: What processes of torchrun share: each `data` batch, the `particles`, or `both`, the particles as far
+            as they divide and each batch beyond. One process alone is the same with any of them.
+    """
+
+    device: str = _changeable("auto")
+    precision: Literal["float32", "bfloat16"] = "float32"
+    engine: Literal["auto", "eager", "graph"] = _changeable("auto")
+    deterministic: bool = False
+    recompute: bool = _changeable(False)
+    parallel: Literal["data", "particles", "both"] = _changeable("data")
+
+
+@_names_checked
+@dataclass(frozen=True)
+class Config(Machine, Optimizer, Schedule, Prior, Budget):
+    """How one network is pruned: :class:`Budget`, :class:`Prior`, :class:`Schedule`, :class:`Optimizer`, and
+    :class:`Machine`, whose fields are given by their flat names: `Config(keep_flops=0.45, epochs=30)`.
+    """
 
     def __post_init__(self) -> None:
+        rules = _rules_of(type(self))
         for name, hint in types_of(type(self)).items():
-            if not _fits(getattr(self, name), hint):
-                raise ConfigError(f"{name} = {getattr(self, name)!r}: {_wanted(hint)} is needed")
-        for name in ("weight_decay", "sparsity", "dual_step", "gap_penalty"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ConfigError(f"{name} = {value}: it must not be negative")
-        if self.slab_bounds is not None and not 0 < self.slab_bounds[0] <= self.slab_bounds[1] < math.inf:
-            raise ConfigError(f"slab_bounds = {self.slab_bounds}: give 0 < lower <= upper")
-        for name in ("keep_flops", "keep_params"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise ConfigError(f"{name} = {value} is outside (0, 1]: give the fraction to keep, for example 0.45")
+            if not fits(value, hint):
+                raise ConfigError(f"{name} = {value!r}: {_wanted(hint)} is needed")
+            if value is not None and name in rules and not rules[name].holds(value):
+                raise ConfigError(f"{name} = {value}: {rules[name].text}")
+            if isinstance(value, (int, float)) and not _storable(value):
+                raise ConfigError(f"{name} = {value}: a finite number that float32, or 64 bits, can hold is needed")
         if self.keep_flops is not None and self.keep_params is not None:
             raise ConfigError("keep_flops and keep_params are both given: choose one budget")
-        for name in ("particles", "epochs", "batch_size", "accumulate", "round_to"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)}: at least 1 is needed")
         if self.accumulate > self.batch_size:
-            raise ConfigError(f"accumulate = {self.accumulate}: a batch of {self.batch_size} has not so many parts")
-        for name in ("lr", "lr_gates", "lr_scales", "slab", "tau_start", "tau_end", "prior_scale", "polarization"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} = {getattr(self, name)}: a positive number is needed")
-        for name in ("beta", "lr_end", "warmup", "jitter", "patience"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} = {getattr(self, name)}: it must not be negative")
-        if self.particles > MOST_PARTICLES:
-            raise ConfigError(f"particles = {self.particles}: at most {MOST_PARTICLES}")
-        if not abs(self.gate_logit) <= SHUT:
-            raise ConfigError(f"gate_logit = {self.gate_logit}: beyond {SHUT:g} on either side no gate could move")
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum = {self.momentum} is outside [0, 1)")
-        if not 0 <= self.mean_weight < 1:
-            raise ConfigError(f"mean_weight = {self.mean_weight} is outside [0, 1): with 1 no label would be seen")
+            raise ConfigError(f"accumulate ({self.accumulate}) must not exceed batch_size ({self.batch_size})")
         if self.mean_weight and self.task == "regression":
             raise ConfigError(f"mean_weight = {self.mean_weight} is for classification: leave it out")
         if self.epsilon is not None and self.epsilon <= self.slab:
@@ -220,10 +255,6 @@ class Config:
             raise ConfigError("the schedule must satisfy 0 <= open_until <= ramp_until <= discrete_at <= 1")
         if isinstance(self.bandwidth, (int, float)) and not 0 < self.bandwidth < math.inf:
             raise ConfigError(f"bandwidth = {self.bandwidth}: a positive number, median or paper is needed")
-        for name in types_of(type(self)):
-            value = getattr(self, name)
-            if isinstance(value, (int, float)) and not _storable(value):
-                raise ConfigError(f"{name} = {value}: a finite number that float32, or 64 bits, can hold is needed")
         if self.slab_decay and self.prior != SPIKE_AND_SLAB:
             raise ConfigError(f"slab_decay = true needs a slab: prior = {self.prior} has none, leave one of both out")
         if self.task == "regression" and self.likelihood == "categorical":
@@ -236,14 +267,12 @@ class Config:
                 f"slab_bounds = {self.slab_bounds} end beyond epsilon = {self._spike:g}: the spike is the narrow part, "
                 "lower the upper bound or raise epsilon"
             )
-        owners = {"prior_scale": ("laplace", "gaussian", "polarization", "hoyer"), "polarization": ("polarization",)}
-        for name, priors in owners.items():
-            value, default = getattr(self, name), getattr(Config, name)
-            if value != default and self.prior not in priors:
-                raise ConfigError(f"{name} = {value} is for prior = {' or '.join(priors)}: leave it out, or choose one")
+        if self.prior_scale != Config.prior_scale and self.prior == SPIKE_AND_SLAB:
+            others = "laplace, gaussian, polarization or hoyer"
+            raise ConfigError(f"prior_scale = {self.prior_scale} is for prior = {others}: leave it out, or choose one")
 
     @property
-    def budget(self) -> tuple[Budget, float | None]:
+    def budget(self) -> tuple[Counted, float | None]:
         """What is counted, and the fraction of it to keep; None where nothing is asked for."""
         return ("flops", self.keep_flops) if self.keep_params is None else ("params", self.keep_params)
 
@@ -271,40 +300,24 @@ class Config:
             weight_decay=(5e-4 if channel else 1e-4) if self.weight_decay is None else self.weight_decay,
             sparsity=(1.0 if channel else 0.0) if self.sparsity is None else self.sparsity,
             draw_gates=channel if self.draw_gates is None else self.draw_gates,
-            dual_step=(0.02 if channel else 0.2) if self.dual_step is None else self.dual_step,
-            gap_penalty=(10.0 if channel else 50.0) if self.gap_penalty is None else self.gap_penalty,
         )
 
     @classmethod
     def paper(cls, **changes: Any) -> Config:
         """The paper's own setting: lr 0.1 to 0.001, batch 512, 60 epochs, equation 9, h = log 2, drawn gates."""
         preset: dict[str, Any] = dict(
-            lr=0.1,
-            lr_end=0.001,
-            batch_size=512,
-            epochs=60,
-            beta=0.1,
-            init="fresh",
-            likelihood="gaussian",
-            bandwidth="paper",
-            draw_gates=True,
-        )
+            lr=0.1, lr_end=0.001, batch_size=512, epochs=60, beta=0.1, init="fresh", likelihood="gaussian",
+            bandwidth="paper", draw_gates=True,
+        )  # fmt: skip
         return cls(**{**preset, **changes})
 
     @classmethod
     def short(cls, **changes: Any) -> Config:
         """5 to 20 epochs from trained weights: a low lr keeps what they know, and gates move early and fast."""
         preset: dict[str, Any] = dict(
-            epochs=10,
-            init="given",
-            lr=0.02,
-            lr_end=0.0002,
-            warmup=0.5,
-            lr_gates=0.05,
-            open_until=0.02,
-            ramp_until=0.3,
-            discrete_at=0.45,
-        )
+            epochs=10, init="given", lr=0.02, lr_end=0.0002, warmup=0.5, lr_gates=0.05, open_until=0.02,
+            ramp_until=0.3, discrete_at=0.45,
+        )  # fmt: skip
         return cls(**{**preset, **changes})
 
     def as_dict(self) -> dict[str, Any]:
@@ -313,31 +326,72 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Config:
-        """Inverse of :meth:`as_dict`; an unknown name is an error."""
-        values = dict(values)
-        if values.get("slab_bounds") is not None:
+        """Inverse of :meth:`as_dict`, also of earlier versions, whose retired options are dropped."""
+        values = {name: value for name, value in values.items() if name not in RETIRED}
+        if isinstance(values.get("slab_bounds"), list):
             values["slab_bounds"] = tuple(values["slab_bounds"])
         try:
             return cls(**values)
         except TypeError as error:
             raise ConfigError(f"a configuration value has the wrong type: {error}") from None
 
+    def identity(self) -> dict[str, Any]:
+        """All that digests and fingerprints count: :meth:`as_dict` with the values that retired options had."""
+        return self.as_dict() | {name: value[self.granularity] for name, value in RETIRED.items()}
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value has the annotated type; integers are floats too, booleans are neither."""
-    if get_origin(hint) in (UnionType, Union):
-        return any(_fits(value, part) for part in get_args(hint))
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if get_origin(hint) is tuple:
-        return isinstance(value, tuple) and len(value) == 2 and all(_fits(v, float) for v in value)
+
+def _both(value: float) -> dict[str, float]:
+    return {"channel": value, "weight": value}
+
+
+RETIRED: Mapping[str, Mapping[str, float]] = {
+    "jitter": _both(0.1),
+    "gate_logit": _both(3.0),
+    "lr_scales": _both(0.01),
+    "tau_start": _both(1.0),
+    "tau_end": _both(0.1),
+    "polarization": _both(1.2),
+    "dual_step": {"channel": 0.02, "weight": 0.2},
+    "gap_penalty": {"channel": 10.0, "weight": 50.0},
+}
+"""Options of version 0.1.0 that no published run had changed, by granularity: constants today, where they are used."""
+
+
+def check_retired(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without retired options; one that is not at its constant is an error, because it would do nothing."""
+    granularity = values.get("granularity", "channel")
+    for name in RETIRED.keys() & values.keys():
+        constant = RETIRED[name][granularity if granularity in RETIRED[name] else "channel"]
+        if values[name] not in (None, constant):
+            raise ConfigError(f"{name} = {values[name]} is no option any more, it is always {constant:g}: remove it")
+    return {name: value for name, value in values.items() if name not in RETIRED}
+
+
+def changeable() -> set[str]:
+    """Names of the fields that a run may change when it is resumed."""
+    return {f.name for f in fields(Config) if f.metadata.get("changeable")}
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """True where a value has the annotated type; integers are floats too, booleans are neither."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (UnionType, Union):
+        return any(fits(value, part) for part in inner)
+    if origin is Literal:
+        return value in inner
+    if origin is tuple:
+        return isinstance(value, tuple) and len(value) == len(inner) and all(map(fits, value, inner))
+    if origin is list:
+        return isinstance(value, list) and all(fits(part, inner[0]) for part in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
     if hint in (int, float):
         return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
-    return isinstance(value, hint)
+    return hint is Any or isinstance(value, hint)
 
 
 def _storable(value: float) -> bool:
-    """Whether a file can hold it, and a computation start from it."""
+    """True where a file can hold it, and a computation start from it."""
     return abs(value) <= LARGEST if isinstance(value, float) else -(2**63) <= value < 2**63
 
 

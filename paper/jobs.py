@@ -19,7 +19,7 @@ from dllp.api import Result, prune, train_dense
 from dllp.baselines import find as find_baseline
 from dllp.baselines import run as baseline
 from dllp.baselines.run import FINETUNE_LR
-from dllp.config import Config
+from dllp.config import Config, Machine
 from dllp.data import ArrayData, Dataset
 from dllp.data.arrays import CHUNK_ELEMENTS, Augment
 from dllp.devices.device import environment, find_device
@@ -40,8 +40,7 @@ DERIVED = ("magnitude", "random")
 OnEpoch = Callable[[EpochRecord], None]
 OnStep = Callable[[RunState], None]
 FLOPS_OF = {"dense": "the dense network", "channel": "the extracted network", "weight": "its non-zero weights"}
-MACHINE = ("device", "precision", "engine", "deterministic", "parallel", "recompute")
-"""Fields of Config that say how something is computed, not what."""
+MACHINE = {f.name for f in fields(Machine)}
 LATER: dict[str, Any] = {"prior": "spike_and_slab", "prior_scale": 0.05, "polarization": 1.2, "noise": "constant",
                          "sync_batch_norm": False, "accumulate": 1, "draw_gates": True,
                          "slab_decay": False}  # fmt: skip
@@ -111,7 +110,7 @@ class Job:
         """
         values = {f.name: (getattr(self, f.name), f.default) for f in fields(self) if f.name != "changes"}
         own = {name: value for name, (value, default) in values.items() if value != default}
-        config = self.config.resolved().as_dict().items()
+        config = self.config.resolved().identity().items()
         counted = {name: value for name, value in config if name not in MACHINE and LATER.get(name, ...) != value}
         everything = {**own, "config": counted}
         return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:16]

@@ -20,7 +20,7 @@ from dllp.baselines import run as baseline
 from dllp.cli import options, progress
 from dllp.cli import tensorboard as boards
 from dllp.cli.task import DENSE_FILE, DLLP, SETTINGS, Task, describe, disk
-from dllp.config import Config
+from dllp.config import Config, changeable
 from dllp.data import Dataset
 from dllp.data.bad import LeftOut, Tell
 from dllp.devices.device import WORKSPACE, WORKSPACES, find_device
@@ -34,7 +34,6 @@ from dllp.runs.checkpoints import Checkpoints
 from dllp.runs.folder import RunFolder, Signals
 from dllp.runs.shared_checkpoints import AnyCheckpoints, SharedCheckpoints
 from dllp.training import health
-from dllp.training.snapshot import FREE
 from dllp.training.state import RunState
 
 OWN = (
@@ -144,7 +143,7 @@ def settings(given: dict[str, Any], ranks: Ranks) -> tuple[Task, dict[str, Any]]
         for name, value in chosen.items():
             known = values.get(name)
             same = Path(str(value)).resolve() == Path(str(known)) if name in ("data", "weights") else False
-            if name not in (*FREE, *MAY_CHANGE) and value != known and not same:
+            if name not in (*changeable(), *MAY_CHANGE) and value != known and not same:
                 raise ConfigError(f"{name} = {value} contradicts the run, which has {known}: leave it out")
             values[name] = known if same else value
         whose = "the run's"

@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+DUAL_STEP = {"channel": 0.02, "weight": 0.2}
+"""Step of the budget's multiplier; many single weights need a faster one than channels."""
+GAP_PENALTY = {"channel": 10.0, "weight": 50.0}
+"""Weight of the squared gap between expected cost and ramp."""
+
 
 def budget_energy(fraction: Tensor, ramp: Tensor, multiplier: Tensor, penalty: float) -> tuple[Tensor, Tensor]:
     """(n,) expected cost over dense cost -> the energy -log p(z) of the cost-aware hyperprior, and the gap (n,)."""

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+INITIAL_LOGIT = 3.0
+"""Logit of every gate at the start: 95% open."""
+
 
 def to_logistic(noise: Tensor) -> Tensor:
     """(...) -> (...): uniform noise on [0, 1] as standard logistic noise, finite at both ends."""

@@ -20,6 +20,10 @@ from dllp.method import spike_and_slab
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
+POLARIZATION = 1.2
+"""t of equation 6: at this value small and large factors part."""
+
+
 def _log(value: Tensor | float) -> Tensor | float:
     """(...) -> (...): logarithm that keeps a float a float, so that no constant is copied to the device."""
     return value.log() if isinstance(value, Tensor) else math.log(value)

@@ -6,6 +6,9 @@ import math
 
 from dllp.errors import ConfigError
 
+TAU_START, TAU_END = 1.0, 0.1
+"""Temperature of the relaxed gates at the start of a run, and when they are decided."""
+
 
 def _share(progress: float, begin: float, until: float) -> float:
     """Position of `progress` between `begin` and `until`, within [0, 1]; a step where they coincide."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from dllp.config import Budget
+from dllp.config import Counted
 from dllp.errors import StructureError
 from dllp.structure.groups import FilterFn, Structure, allowed
 from dllp.structure.select import select
@@ -87,7 +87,7 @@ class ChannelGating:
     def weights(self, parameters: Mapping[str, Tensor], gates: Tensor) -> dict[str, Tensor]:
         return self.fold(parameters, gates)
 
-    def select(self, logits: Tensor, budget: Budget, keep: float | None) -> Tensor:
+    def select(self, logits: Tensor, budget: Counted, keep: float | None) -> Tensor:
         cost = getattr(self.structure, budget)
         return select(self.structure, logits.cpu(), cost=cost, keep=keep, round_to=self.round_to).to(logits.device)
 
@@ -189,7 +189,7 @@ class WeightGating:
         mask[self.scales.coordinates[:, 0]] = keep
         return mask
 
-    def select(self, logits: Tensor, budget: Budget, keep: float | None) -> Tensor:
+    def select(self, logits: Tensor, budget: Counted, keep: float | None) -> Tensor:
         """Keep the most probable weights whose cost fits; single weights are fine enough to meet any budget."""
         if keep is None:
             return logits > 0

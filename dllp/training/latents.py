@@ -9,14 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dllp.config import SPIKE_AND_SLAB, Budget, Config
+from dllp.config import SPIKE_AND_SLAB, Config, Counted
 from dllp.devices.mesh import Place
 from dllp.errors import DllpError, NumericsError
 from dllp.method import budget, gates, spike_and_slab
-from dllp.method.other_priors import PRIORS, Prior
+from dllp.method.other_priors import POLARIZATION, PRIORS, Prior
 from dllp.records import GATE_BINS
 from dllp.training.gating import ChannelGating, WeightGating
 
+LR_SCALES = 0.01
+"""Adam's rate for slab precisions and noise."""
 PriorTerms = tuple[Tensor, Tensor, Tensor, float]
 """Arguments of equation 10 at each unit: scales (n, U), gate logits (n, U), slab (n, U) and spike precision."""
 
@@ -38,7 +40,7 @@ class Latents:
         self.gating, self.config, self.place = gating, config, place
         units, modules = (gating.units, len(gating.scales.modules)) if gating else (0, 0)
         n, device = len(rows), rows.device
-        self.logits = rows.new_full((n, units), config.gate_logit)
+        self.logits = rows.new_full((n, units), gates.INITIAL_LOGIT)
         self.log_slab = rows.new_full((n, modules), config.slab).log()
         self.log_d = rows.new_zeros(n)
         self.multiplier = rows.new_zeros(n)
@@ -46,11 +48,11 @@ class Latents:
         self.keep: Tensor | None = None  # (n, U) bool, once the gates are discrete
         self.d_logits, self.d_slab, self.d_noise = (torch.zeros_like(t) for t in self.learned)
         self.log_slab.grad, self.log_d.grad = self.d_slab, self.d_noise  # the logits' comes when they start to learn
-        rates = (config.lr_gates, config.lr_scales, config.lr_scales)
+        rates = (config.lr_gates, LR_SCALES, LR_SCALES)
         groups = [{"params": [value], "lr": lr} for value, lr in zip(self.learned, rates, strict=True)]
         self.adam = torch.optim.Adam(groups, capturable=device.type == "cuda")
         self.generator = torch.Generator(device).manual_seed(config.seed)
-        self.budget: Budget
+        self.budget: Counted
         self.budget, self.target = config.budget
         self.spike = float(config.epsilon or 0)
         self.other = None if config.prior == SPIKE_AND_SLAB else replaced_prior(config)
@@ -129,14 +131,14 @@ class Latents:
         energy = self._budget_gradient(ramp)
         self.d_logits.copy_(through * z * (1 - z) / temperature - self.config.beta * self.strength * prior + energy)
         if self.target is not None:
-            self.multiplier.add_(self.gap, alpha=(self.config.dual_step or 0.0) * self.leverage)
+            self.multiplier.add_(self.gap, alpha=budget.DUAL_STEP[self.config.granularity] * self.leverage)
 
     def _budget_gradient(self, ramp: Tensor) -> Tensor:
         """(n, U): gradient of the budget's energy in the logits; leaves the gap behind for the dual ascent."""
         with torch.enable_grad():
             logits = self.logits.detach().requires_grad_()
             fraction = self._fraction(logits.sigmoid())
-            penalty = (self.config.gap_penalty or 0.0) * self.leverage
+            penalty = budget.GAP_PENALTY[self.config.granularity] * self.leverage
             if self.target is None:
                 energy = (self.config.sparsity or 0.0) * fraction
             else:
@@ -217,6 +219,6 @@ class Latents:
 def replaced_prior(config: Config) -> tuple[Prior, tuple[float, ...]]:
     """The prior in spike-and-slab's place, and its parameters: Section 3.1 as one line of configuration."""
     prior, width = PRIORS[config.prior], config.prior_scale
-    parameters = {"polarization": (config.polarization, width), "hoyer": (1 / width,)}.get(prior.name, (width,))
+    parameters = {"polarization": (POLARIZATION, width), "hoyer": (1 / width,)}.get(prior.name, (width,))
     prior.check(*parameters)
     return prior, parameters

@@ -19,6 +19,8 @@ from dllp.structure.initialise import reinitialise
 from dllp.structure.slicing import Recipe, copied, cut
 
 ALIGN = 16  # elements; every segment starts on a 64-byte boundary
+JITTER = 0.1
+"""Noise on particles beyond the first where all start at the given weights, in units of each tensor's std."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class Particles:
             if config.init == "fresh":
                 reinitialise(network, seed)
             elif i > 0:
-                jitter(network, config.jitter, seed)
+                jitter(network, JITTER, seed)
             networks.append(network.to(device))
         return cls(networks, channels_last=device.type == "cuda")
 

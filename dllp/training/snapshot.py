@@ -11,13 +11,12 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
+from dllp.config import changeable
 from dllp.errors import ArtifactError
 from dllp.records import EpochRecord
 from dllp.training.state import RunState
 from dllp.training.step import apply_decisions
 
-FREE = ("device", "engine", "on_nan", "parallel", "recompute")
-"""Fields of Config that a run may change when it goes on."""
 Snapshot = tuple[dict[str, Tensor], dict[str, Any]]
 
 
@@ -141,7 +140,7 @@ def _check(state: RunState, tensors: dict[str, Tensor], values: dict[str, Any]) 
 
 def fingerprint(state: RunState) -> str:
     """Names what must be equal for a checkpoint to fit: configuration, shapes, size of the data."""
-    config = {k: v for k, v in state.config.as_dict().items() if k not in FREE}
+    config = {k: v for k, v in state.config.identity().items() if k not in changeable()}
     shapes = [(name, list(s.shape)) for name, s in state.particles.layout.segments.items()]
     parts = [config, shapes, state.num_data, state.steps_per_epoch]
     parts.append([state.place.particles, state.latents.logits.shape[1]])

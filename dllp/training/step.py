@@ -30,7 +30,9 @@ def prepare(state: RunState, x: Tensor) -> None:
     c, target = state.config, state.latents.target
     warmup, after = min(c.warmup / c.epochs, 0.5), (state.step_index + 1) / state.total_steps
     state.lr = schedule.learning_rate(after, peak=c.lr, end=c.lr_end, warmup=warmup) * state.lr_scale
-    state.tau = schedule.temperature(state.progress, start=c.tau_start, end=c.tau_end, until=c.discrete_at)
+    state.tau = schedule.temperature(
+        state.progress, start=schedule.TAU_START, end=schedule.TAU_END, until=c.discrete_at
+    )
     state.ramp = schedule.budget_ramp(state.progress, target=target or 1.0, begin=c.open_until, until=c.ramp_until)
     knobs = torch.tensor([state.lr, state.tau, state.ramp], dtype=state.knobs.dtype)
     state.knobs.copy_(knobs, non_blocking=True)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import dllp
+from dllp.method import budget, gates
+from dllp.training import latents
 from dllp.training.state import RunState
 from tests.support.short_runs import convolutional, mlp, pictures, quick, table
 
@@ -90,14 +92,15 @@ def test_without_budget_and_sparsity_channels_stay_but_weights_go() -> None:
     assert 0.1 * weights.dense.macs < weights.sizes[0].macs < 0.9 * weights.dense.macs
 
 
-def test_slab_precisions_stay_within_their_bounds() -> None:
+def test_slab_precisions_stay_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights in front of a batch norm may shrink for nothing and pull lambda up without end: only bounds hold it."""
     network = convolutional()
     with torch.no_grad():
         for convolution in (m for m in network.modules() if isinstance(m, nn.Conv2d)):
             convolution.weight.mul_(1e-3)
+    monkeypatch.setattr(latents, "LR_SCALES", 0.3)
     config = quick(
-        granularity="weight", keep_flops=0.9, lr=1e-6, lr_end=0.0, lr_scales=0.3, epsilon=2e3, epochs=8, particles=1,
+        granularity="weight", keep_flops=0.9, lr=1e-6, lr_end=0.0, epsilon=2e3, epochs=8, particles=1,
         discrete_at=1.0, ramp_until=0.9,
     )  # fmt: skip
     low, high = config.resolved().slab_bounds or (0, 0)
@@ -108,18 +111,22 @@ def test_slab_precisions_stay_within_their_bounds() -> None:
 
 
 @pytest.mark.parametrize("granularity", ["channel", "weight"])
-def test_slabs_fit_the_scales_in_an_ordinary_run(granularity: str) -> None:
-    config = quick(granularity=granularity, lr_scales=0.1, epochs=10)
+def test_slabs_fit_the_scales_in_an_ordinary_run(granularity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latents, "LR_SCALES", 0.1)
+    config = quick(granularity=granularity, epochs=10)
     low, high = config.resolved().slab_bounds or (0, 0)
     slab = dllp.prune(convolutional(), pictures(), config).gates["slab"]
     assert (slab > 0.999 * low).all() and (slab < 0.9 * high).all()
 
 
-def test_the_multiplier_holds_the_network_up() -> None:
+def test_the_multiplier_holds_the_network_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prior that would prune everything: the two-sided multiplier goes negative and the target is kept."""
+    monkeypatch.setattr(gates, "INITIAL_LOGIT", 1.0)
+    monkeypatch.setitem(budget.DUAL_STEP, "weight", 0.1)
+    monkeypatch.setitem(budget.GAP_PENALTY, "weight", 10.0)
     config = quick(
-        granularity="weight", beta=4.0, epsilon=300.0, gate_logit=1.0, epochs=30, keep_flops=0.6, lr=0.005,
-        lr_gates=0.1, discrete_at=0.8, ramp_until=0.4, dual_step=0.1, gap_penalty=10.0,
+        granularity="weight", beta=4.0, epsilon=300.0, epochs=30, keep_flops=0.6, lr=0.005,
+        lr_gates=0.1, discrete_at=0.8, ramp_until=0.4,
     )  # fmt: skip
     costs: list[float] = []
 
@@ -138,12 +145,11 @@ def test_the_multiplier_holds_the_network_up() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_regression_learns_a_linear_function(n: int) -> None:
+def test_regression_learns_a_linear_function(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latents, "LR_SCALES", 0.05)
     x = torch.randn(256, 6)
     y = x @ torch.randn(6, 2) + 0.3 * torch.randn(256, 2)
-    config = quick(
-        task="regression", particles=n, init="fresh", epochs=40, keep_flops=0.6, lr=0.02, lr_scales=0.05, batch_size=64
-    )
+    config = quick(task="regression", particles=n, init="fresh", epochs=40, keep_flops=0.6, lr=0.02, batch_size=64)
     result = dllp.prune(mlp(24, 2), (x, y), config)
     members = result.posterior.members(x)
     assert members.shape == (n, 256, 2)

@@ -65,10 +65,9 @@ def test_polarization_is_the_energy_of_equation_6() -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_configuration_chooses_the_width_of_each_prior(name: str) -> None:
-    """prior_scale is b, the standard deviation or a, and 1 over the strength of Hoyer; polarization is t."""
-    width, t, w = 0.4, 1.3, normal(30).abs()
-    options = {"polarization": t} if name == "polarization" else {}
-    prior, parameters = replaced_prior(Config(prior=name, prior_scale=width, **options))  # type: ignore[arg-type]
+    """prior_scale is b, the standard deviation or a, and 1 over the strength of Hoyer."""
+    width, t, w = 0.4, 1.2, normal(30).abs()
+    prior, parameters = replaced_prior(Config(prior=name, prior_scale=width))  # type: ignore[arg-type]
     l1, l2 = w.abs().sum(), w.square().sum()
     energy = {
         "laplace": l1 / width,
@@ -173,7 +172,7 @@ def test_every_prior_prunes_to_its_budget(name: str, granularity: str) -> None:
 
 
 def test_invalid_parameters_are_one_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for changes in ({"prior_scale": 0.0}, {"prior_scale": -1.0}, {"polarization": 0.0}, {"prior": "cauchy"}):
+    for changes in ({"prior_scale": 0.0}, {"prior_scale": -1.0}, {"prior": "cauchy"}):
         with pytest.raises(ConfigError, match=next(iter(changes))):
             Config(**changes)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="prior laplace: scale = -1"):

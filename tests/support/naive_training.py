@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from dllp.config import Config
-from dllp.method import algorithm1, schedule
+from dllp.method import algorithm1, budget, schedule
+from dllp.method.gates import INITIAL_LOGIT
+from dllp.training.latents import LR_SCALES
 from tests.support.tiny import CONVOLUTIONS, NUM_DATA, SCALES, expected_flops, explicit, kept_coordinates, scales_of
 
 
@@ -20,10 +22,10 @@ class Reference:
         weights = [{k: v.detach().clone() for k, v in network.named_parameters()} for network in networks]
         units = (4, 5) if granularity == "channel" else tuple(weights[0][k].numel() for k in CONVOLUTIONS)
         n, gates = len(networks), sum(units)
-        logits = torch.full((n, gates), config.gate_logit, dtype=torch.float64, requires_grad=True)
+        logits = torch.full((n, gates), INITIAL_LOGIT, dtype=torch.float64, requires_grad=True)
         log_slab = torch.full((n, len(units)), math.log(config.slab), dtype=torch.float64).requires_grad_()
         log_d = torch.zeros(n, dtype=torch.float64, requires_grad=True)
-        rates = [([logits], config.lr_gates), ([log_slab, log_d], config.lr_scales)]
+        rates = [([logits], config.lr_gates), ([log_slab, log_d], LR_SCALES)]
         adam = torch.optim.Adam([{"params": values, "lr": lr} for values, lr in rates])
         self.state = algorithm1.State(
             weights, [{k: torch.zeros_like(v) for k, v in theta.items()} for theta in weights], logits, log_slab, log_d,
@@ -40,9 +42,10 @@ class Reference:
         )
         strength = 1 / max(NUM_DATA, gates if config.prior_strength == "tempered" else 1)
         names = ("beta", "epsilon", "slab_bounds", "likelihood", "bandwidth", "momentum", "weight_decay", "slab_decay",
-                 "gap_penalty", "dual_step", "mean_weight")  # fmt: skip
+                 "mean_weight")  # fmt: skip
         self.settings = algorithm1.Settings(
             num_data=NUM_DATA, strength=strength, leverage=max(1.0, config.beta * strength * gates),
+            gap_penalty=budget.GAP_PENALTY[granularity], dual_step=budget.DUAL_STEP[granularity],
             budget=config.keep_flops is not None, sparsity=config.sparsity or 0.0,
             **{name: getattr(config, name) for name in names},
         )  # fmt: skip
@@ -68,7 +71,7 @@ class Reference:
     def step(self, x: Tensor, y: Tensor, *, progress: float, lr: float) -> None:
         c = self.config
         soft = progress >= c.open_until and self.state.keep is None
-        tau = schedule.temperature(progress, start=c.tau_start, end=c.tau_end, until=c.discrete_at)
+        tau = schedule.temperature(progress, start=1.0, end=0.1, until=c.discrete_at)
         ramp = schedule.budget_ramp(progress, target=c.keep_flops or 1, begin=c.open_until, until=c.ramp_until)
         z = self.gates(soft, tau)
         algorithm1.step(self.state, self.network, self.settings, x, y, z, lr=lr, ramp=ramp, soft=soft)
