@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from dllp.config import changeable
+from dllp.config import changeable, fits
 from dllp.errors import ArtifactError
 from dllp.records import EpochRecord
 from dllp.training.state import RunState
@@ -110,20 +110,17 @@ def restore(state: RunState, saved: Snapshot) -> None:
 
 def _check(state: RunState, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
     """Whoever can write a file can compute its checksum: values and the tensors that have no place to be copied to."""
-    step, scale, (best, waited) = values["step"], values["lr_scale"], values["patience"]
-    if type(step) is not int or not 0 <= step <= state.total_steps:
+    step, scale, patience = values["step"], values["lr_scale"], values["patience"]
+    if not fits(step, int) or not 0 <= step <= state.total_steps:
         raise ValueError(f"step is not one of 0..{state.total_steps}")
-    if type(scale) not in (int, float) or not 0 < scale < float("inf"):
+    if not fits(scale, float) or not 0 < scale < float("inf"):
         raise ValueError("lr_scale is no positive number")
-    if type(best) not in (int, float) or type(waited) is not int:
+    if not fits(tuple(patience), tuple[float, int]):
         raise ValueError("patience is not a loss and a number of epochs")
     hints = get_type_hints(EpochRecord)
     for record in values["history"]:
         for name, value in vars(EpochRecord(**record)).items():
-            entries = value if isinstance(value, list) and "list" in str(hints[name]) else [value]
-            if name == "gates":
-                entries = [count for part in entries for count in (part if isinstance(part, list) else [part])]
-            if not all(entry is None or isinstance(entry, (int, float, str)) for entry in entries):
+            if not fits(value, hints[name]):
                 raise ValueError(f"{name} in its history is of the wrong kind")
     n = state.place.particles
     shapes = {"keep": (torch.uint8, torch.Size([n, state.latents.logits.shape[1]]))}

@@ -25,6 +25,7 @@ from tests.support.tiny import (
     PHASES,
     SIDE,
     kept_coordinates,
+    scales_of,
     tiny_batches,
     tiny_config,
     tiny_networks,
@@ -74,6 +75,22 @@ def test_slab_and_spike_by_responsibility_add_up_to_equation_10() -> None:
     found = [torch.autograd.grad(part.sum(), scale)[0] for part in parts]
     torch.testing.assert_close(sum(found), whole, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(whole, spike_and_slab.score(scale.detach(), logit, slab, 11.0), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("granularity", ["channel", "weight"])
+def test_the_log_prior_of_a_run_is_the_sum_of_equation_10_over_its_units(granularity: str) -> None:
+    config = tiny_config(particles=2, granularity=granularity)
+    particles = Particles(tiny_networks(2))
+    gating = make_gating(particles.networks[0], tiny_structure(), particles, config, None)
+    state = RunState(particles, gating, config, num_data=NUM_DATA, steps_per_epoch=1)
+    state.latents.logits.normal_()
+    state.latents.log_slab.uniform_(1.6, 1.65)
+    found = state.latents.log_prior(particles.rows)
+    for i, network in enumerate(particles.networks):
+        scale = scales_of(dict(network.named_parameters()), granularity)
+        slab = state.latents.log_slab[i].exp().repeat_interleave(torch.tensor(gating.scales.lengths))
+        expected = algorithm1.log_prior(scale, state.latents.logits[i], slab, 10.0).sum()
+        torch.testing.assert_close(found[i], expected.detach(), rtol=1e-9, atol=1e-9)
 
 
 # every pair of options meets in some row

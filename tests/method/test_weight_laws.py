@@ -193,3 +193,11 @@ def test_samples_are_the_same_each_time() -> None:
     first, again = weight_laws.thinned(GAUSSIAN, 1000), weight_laws.thinned(GAUSSIAN, 1000)
     assert np.array_equal(first, again) and np.isin(first, GAUSSIAN).all()
     assert weight_laws.thinned(GAUSSIAN, 10**6) is not None and len(weight_laws.thinned(GAUSSIAN[:5], 10)) == 5
+
+
+def test_near_zero_is_measured_at_zero_whatever_the_mean() -> None:
+    """A Gaussian around m has little mass at zero: centred weights would hide a slab that has moved away."""
+    for mean in (0.0, 1.0, -2.0):
+        inside = scipy.stats.norm.cdf(0.1, mean) - scipy.stats.norm.cdf(-0.1, mean)
+        weights = scipy.stats.norm.ppf((np.arange(200_000) + 0.5) / 200_000, mean)
+        assert weight_laws.near_zero_ratio(weights) == pytest.approx(inside / 0.0797, rel=2e-3, abs=1e-3)
