@@ -140,7 +140,7 @@ def test_every_name_exists(page: Path) -> None:
 def test_the_method_names_what_computes_it() -> None:
     names = NAME.findall((DOCS / "method.md").read_text(encoding="utf-8"))
     for module in (
-        *(f"method.{name}" for name in ("priors", "gates", "stein", "objective", "schedule", "update")),
+        *(f"method.{name}" for name in ("algorithm1", "spike_and_slab", "gates", "stein", "likelihood", "schedule", "update")),
         "structure.cost", "structure.slicing", "training.extract",
     ):  # fmt: skip
         assert any(name.startswith(f"dllp.{module}.") for name in names), module
