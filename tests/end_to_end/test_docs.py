@@ -140,7 +140,8 @@ def test_every_name_exists(page: Path) -> None:
 def test_the_method_names_what_computes_it() -> None:
     names = NAME.findall((DOCS / "method.md").read_text(encoding="utf-8"))
     equations = ("algorithm1", "spike_and_slab", "gates", "stein", "likelihood", "schedule", "update")
-    for module in (*(f"method.{name}" for name in equations), "structure.cost", "structure.slicing", "training.extract"):
+    others = ("structure.cost", "structure.slicing", "training.extract")
+    for module in (*(f"method.{name}" for name in equations), *others):
         assert any(name.startswith(f"dllp.{module}.") for name in names), module
 
 
