@@ -19,7 +19,7 @@ from dllp.devices.device import find_device
 from dllp.errors import DataError, DllpError
 from dllp.evaluation import evaluate, examples
 from dllp.posterior import posterior_of
-from dllp.report import contents, gallery
+from dllp.report import contents, trust
 from dllp.runs import artifacts
 
 LAYER_BATCH = 16
@@ -96,7 +96,7 @@ def _completed(run: contents.Run, given: dict[str, Any], tell: Any) -> contents.
         if run.examples is not None:
             if not torch.equal(data.test.y.cpu().int(), run.examples.labels):
                 raise DataError("the test data is not what the run was evaluated on")
-            run = replace(run, pictures=gallery.pictures(run.examples, data.test, data.classes))
+            run = replace(run, pictures=trust.pictures(run.examples, data.test, data.classes))
     except DllpError as error:
         missing["examples" if run.examples is None else "images"] = f"Test images are not shown: {error}"
     return replace(run, missing=missing)

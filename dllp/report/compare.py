@@ -1,25 +1,23 @@
-"""Several runs beside each other: quality against cost, with the Pareto front, and where their settings differ."""
+"""Several runs beside each other: quality against cost with the Pareto front, speed-ups, and different settings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dllp.deploy.speed import describe, headline
 from dllp.errors import ArtifactError
 from dllp.evaluation.evaluate import DENSE, TOGETHER
 from dllp.report.contents import Run
-from dllp.report.figures import CYCLE, GREY, MARKS, Plot, Section, axis, line, short
-from dllp.report.markup import table
-from dllp.report.names import plot_text
-from dllp.report.units import metric, percent, short_number
+from dllp.report.figures import CYCLE, GREY, MARKS, Plot, Section, axis, bars, line, marks, short
+from dllp.report.markup import metric, percent, plot_text, short_number, table
 
 KINDS = (DENSE, "particle 1", TOGETHER)
 
 
 @dataclass(frozen=True)
 class Point:
-    """One network of one run: its cost, and how good it is (more is better)."""
+    """One network of one run: its cost, and its quality (more is better)."""
 
     run: str
     network: str
@@ -28,24 +26,20 @@ class Point:
 
 
 def sections(runs: Sequence[Run]) -> list[Section]:
-    """A table, the picture with the front, and the differences."""
+    """A table, the plots with the Pareto front, and the settings that differ."""
     if len({run.regression for run in runs}) > 1:
         raise ArtifactError("some of the runs are classifications and some regressions: compare runs of one kind")
+    names = [run.name for run in runs]  # numbered where several are called the same
+    named = {f"{name} ({i + 1})" if names.count(name) > 1 else name: runs[i] for i, name in enumerate(names)}
     return [
-        Section("verdict", "Verdict", lead=_lead(runs), markup=_table(runs)),
-        Section("front", "Quality against cost", plots=tuple(_plots(runs))),
-        Section("settings", "Where the settings differ", markup=_differences(runs)),
+        Section("verdict", "Verdict", lead=_lead(named), markup=_table(named)),
+        Section("front", "Quality against cost", plots=(_pareto(named), *_speedups(named))),
+        Section("settings", "Where the settings differ", markup=_differences(named)),
     ]
 
 
-def labels(runs: Sequence[Run]) -> list[str]:
-    """The runs' names, numbered where several are called the same."""
-    names = [run.name for run in runs]
-    return [f"{name} ({i + 1})" if names.count(name) > 1 else name for i, name in enumerate(names)]
-
-
 def front(points: Sequence[Point]) -> list[Point]:
-    """The points that no other beats: none is at least as good for at most the cost, and better in one; by cost."""
+    """The points that no other beats, by cost: none is at least as good for at most the cost, and better in one."""
     best: list[Point] = []
     for point in sorted(points, key=lambda p: (p.macs, -p.quality)):
         if not best or point.quality > best[-1].quality:
@@ -53,82 +47,85 @@ def front(points: Sequence[Point]) -> list[Point]:
     return best
 
 
-def _points(runs: Sequence[Run], name: str) -> list[Point]:
-    sign = -1 if name == "rmse" else 1
+def _measure(runs: Mapping[str, Run]) -> tuple[str, int]:
+    """The metric that stands for quality, and its sign: more accuracy is better, more error is worse."""
+    return ("rmse", -1) if next(iter(runs.values())).regression else ("accuracy", 1)
+
+
+def _points(runs: Mapping[str, Run]) -> list[Point]:
+    name, sign = _measure(runs)
     return [
         Point(label, row.name, row.macs, sign * row.metrics[name])
-        for label, run in zip(labels(runs), runs, strict=True)
+        for label, run in runs.items()
         for row in run.clean.values()
         if row.macs is not None and name in row.metrics
     ]
 
 
-def _plots(runs: Sequence[Run]) -> list[Plot]:
-    name = "rmse" if runs[0].regression else "accuracy"
-    sign = -1 if name == "rmse" else 1
-    points = _points(runs, name)
+def _pareto(runs: Mapping[str, Run]) -> Plot:
+    name, sign = _measure(runs)
+    points = _points(runs)
     best = front(points)
     traces = [line("Pareto front", short(p.macs for p in best), [sign * p.quality for p in best], GREY, "dash")]
-    for i, label in enumerate(labels(runs)):
+    for i, label in enumerate(runs):
         own = [p for p in points if p.run == label]
-        traces.append({
-            "type": "scatter", "mode": "markers", "name": plot_text(label), "x": short(p.macs for p in own),
-            "y": short(sign * p.quality for p in own), "text": [plot_text(p.network) for p in own],
-            "marker": {"color": CYCLE[i % len(CYCLE)], "size": 12,
-                       "symbol": [MARKS[KINDS.index(p.network) if p.network in KINDS else 3] for p in own]},
-            "hovertemplate": "%{text}: %{x:.4s} MACs, %{y}<extra>%{fullData.name}</extra>",
-        })  # fmt: skip
-    layout = {
-        "xaxis": axis("multiply-accumulates of one example", type="log"),
-        "yaxis": axis(name, tickformat=".1%" if name == "accuracy" else "~g"),
-    }
-    caption = (
-        "Circles are dense networks, squares single particles, diamonds all particles of a run together, which cost "
+        symbols = [MARKS[KINDS.index(p.network) if p.network in KINDS else 3] for p in own]
+        traces.append(marks(
+            label, [p.macs for p in own], short(sign * p.quality for p in own),
+            {"color": CYCLE[i % len(CYCLE)], "size": 12, "symbol": symbols}, text=[plot_text(p.network) for p in own],
+            hovertemplate="%{text}: %{x:.4s} MACs, %{y}<extra>%{fullData.name}</extra>",
+        ))  # fmt: skip
+    return Plot(
+        "pareto", f"{'RMSE' if name == 'rmse' else 'Accuracy'} against FLOPs",
+        "Circles are dense networks, squares single particles, diamonds the ensembles of a run's particles, which cost "
         "the sum; triangles are further particles, or networks as they were cut, before fine-tuning. On the front, "
-        "nothing is both cheaper and better."
-    )
-    found = [
-        Plot("pareto", f"{name.upper() if sign < 0 else 'Accuracy'} against FLOPs", caption, traces, layout, height=420)
-    ]
-    timed = [(label, run, headline(run.speed.rows)) for label, run in zip(labels(runs), runs, strict=True) if run.speed]
-    if timed:
-        bars = [{
-            "type": "bar", "orientation": "h", "y": [plot_text(label) for label, _, row in timed if row],
-            "x": short(row.speedup for _, _, row in timed if row), "showlegend": False,
-            "text": [plot_text(describe(row), 60) for _, _, row in timed if row],
-            "marker": {"color": CYCLE[0]}, "hovertemplate": "%{y}: %{x:.2f}× (%{text})<extra></extra>",
-        }]  # fmt: skip
-        place = {"xaxis": axis("speed-up over dense"), "yaxis": {"type": "category", "automargin": True}}
-        found.append(Plot("speedups", "Measured speed-up", "Each run's pruned network against its own dense one.",
-                          bars, place, height=140 + 30 * len(timed)))  # fmt: skip
-    return found
+        "nothing is both cheaper and better.",
+        traces,
+        {"xaxis": axis("multiply-accumulates of one example", type="log"),
+         "yaxis": axis(name, tickformat=".1%" if name == "accuracy" else "~g")},
+        height=420,
+    )  # fmt: skip
 
 
-def _lead(runs: Sequence[Run]) -> str:
-    name = "rmse" if runs[0].regression else "accuracy"
-    best = front([p for p in _points(runs, name) if p.network != DENSE])
+def _speedups(runs: Mapping[str, Run]) -> list[Plot]:
+    rows = {label: row for label, run in runs.items() if run.speed and (row := headline(run.speed.rows))}
+    if not rows:
+        return []
+    trace = bars(
+        "speed-up", [plot_text(label) for label in rows], [row.speedup for row in rows.values()], CYCLE[0],
+        showlegend=False, text=[plot_text(describe(row), 60) for row in rows.values()],
+        hovertemplate="%{y}: %{x:.2f}× (%{text})<extra></extra>",
+    )  # fmt: skip
+    layout = {"xaxis": axis("speed-up over dense"), "yaxis": {"type": "category", "automargin": True}}
+    caption = "Each run's pruned network against its own dense one."
+    return [Plot("speedups", "Measured speed-up", caption, [trace], layout, height=140 + 30 * len(rows))]
+
+
+def _lead(runs: Mapping[str, Run]) -> str:
+    best = front([p for p in _points(runs) if p.network != DENSE])
     if not best:
         return "None of these runs holds an evaluation."
     names = ", ".join(f"{p.network} of {p.run}" for p in best)
-    beware = " They were not evaluated on the same examples: what follows compares numbers of different tests."
-    found = f"{len(runs)} runs. Pruned networks that no other beats, the cheapest first: {names}."
-    return found + (beware if _unlike(runs) else "")
+    text = f"{len(runs)} runs. Pruned networks that no other beats, the cheapest first: {names}."
+    if _other_examples(list(runs.values())):
+        text += " They were not evaluated on the same examples: what follows compares numbers of different tests."
+    return text
 
 
-def _unlike(runs: Sequence[Run]) -> bool:
-    """Whether test sets differ: by their labels, or where some folder lacks those by how the others asked for them."""
-    answers = [run.examples for run in runs if run.examples is not None]
-    if len(answers) == len(runs):
-        return len({found.labels.numpy().tobytes() for found in answers}) > 1
+def _other_examples(runs: Sequence[Run]) -> bool:
+    """True where test sets differ, by their labels or, where a folder lacks those, by the settings of the others."""
+    labels = [run.examples.labels.numpy().tobytes() for run in runs if run.examples is not None]
+    if len(labels) == len(runs):
+        return len(set(labels)) > 1
     names = ("data", "data_root", "validation", "leave_out")
     asked = [run.settings for run in runs if run.settings]
     return len({repr([*map(s.get, names), s.get("validation") and s.get("seed")]) for s in asked}) > 1
 
 
-def _table(runs: Sequence[Run]) -> str:
-    names = ["rmse", "nll"] if runs[0].regression else ["accuracy", "ece", "nll"]
+def _table(runs: Mapping[str, Run]) -> str:
+    names = ["rmse", "nll"] if _measure(runs)[0] == "rmse" else ["accuracy", "ece", "nll"]
     cells = []
-    for label, run in zip(labels(runs), runs, strict=True):
+    for label, run in runs.items():
         units = {"macs": "FLOPs", "params": "parameters"}
         budget = "–" if run.budget is None else f"{percent(run.budget[1], 1)} of {units[run.budget[0]]}"
         for row in run.clean.values():
@@ -139,9 +136,9 @@ def _table(runs: Sequence[Run]) -> str:
     return table(("run", "network", *names, "FLOPs", "of dense", "budget", "parameters", "on disk"), cells)
 
 
-def _differences(runs: Sequence[Run]) -> str:
-    settings = [run.settings or run.config for run in runs]
+def _differences(runs: Mapping[str, Run]) -> str:
+    settings = [run.settings or run.config for run in runs.values()]
     names = [n for n in dict.fromkeys(n for s in settings for n in s) if len({str(s.get(n)) for s in settings}) > 1]
     if not names:
         return "<p>All settings are the same.</p>"
-    return table(("setting", *labels(runs)), [[n, *(s.get(n, "–") for s in settings)] for n in names])
+    return table(("setting", *runs), [[n, *(s.get(n, "–") for s in settings)] for n in names])

@@ -1,22 +1,24 @@
-"""Everything that the report shows of one run, read from its folder and checked."""
+"""The contents of a run folder, read and checked, as the report shows them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dllp import files
+from dllp.config import Config
 from dllp.deploy.speed import LayerTime
 from dllp.deploy.speed import Row as SpeedRow
-from dllp.errors import ArtifactError
+from dllp.errors import ArtifactError, ConfigError
 from dllp.evaluation import examples
 from dllp.evaluation.evaluate import CLEAN, DENSE, TOGETHER, Row
 from dllp.evaluation.examples import Examples
 from dllp.records import EpochRecord, Size
-from dllp.report.gallery import Picture
-from dllp.report.names import plain
+from dllp.report.markup import plain
 from dllp.runs import artifacts
+
+Uncertainty = Literal["aleatoric", "epistemic"]
 
 
 @dataclass(frozen=True)
@@ -29,19 +31,31 @@ class Speed:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """One test image as PNG, the kind of uncertainty that it is shown for, its class and the ensemble's answer."""
+
+    kind: Uncertainty
+    png: bytes
+    index: int
+    truth: str
+    answer: str
+    confidence: float
+
+
+@dataclass(frozen=True)
 class Run:
     """One run.
 
     Attributes:
-        name, folder: How it is called, and where it lies.
-        config, info: Out of run.json.
+        name, folder: Its name on the page, and its place.
+        config, info: From run.json.
         dense, sizes: Costs of the original network and of each particle.
-        recipes, gated, widths, whole: What was kept.
+        recipes, gated, widths, whole: The kept channels or weights, and the layers that were not pruned.
         history, dense_history: A record for each epoch.
         rows: Evaluated networks, clean data first.
-        examples: Answers to single test examples.
-        settings, command: What makes the same run again.
-        speed, pictures: What the command adds that is not in the folder.
+        examples: Predictions for single test examples.
+        settings, command: All settings, and the command that repeats the run.
+        speed, pictures: Added by the command line where the folder does not hold them.
         missing: Section -> why something is not shown, and how to get it.
     """
 
@@ -59,9 +73,9 @@ class Run:
     dense_history: list[EpochRecord]
     rows: list[Row]
     examples: Examples | None
+    speed: Speed | None
     settings: dict[str, Any] = field(default_factory=dict)
     command: str = ""
-    speed: Speed | None = None
     pictures: list[Picture] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
 
@@ -72,15 +86,14 @@ class Run:
 
     @property
     def regression(self) -> bool:
-        return self.config.get("task") == "regression"
+        return self.config["task"] == "regression"
 
     @property
     def budget(self) -> tuple[str, float] | None:
-        """What the run was asked to keep: `macs` or `params`, and which fraction."""
-        if self.config.get("keep_params") is not None:
-            return "params", float(self.config["keep_params"])
-        if self.config.get("keep_flops") is not None:
-            return "macs", float(self.config["keep_flops"])
+        """`macs` or `params`, and the fraction of it to keep."""
+        for name, option in (("params", "keep_params"), ("macs", "keep_flops")):
+            if self.config[option] is not None:
+                return name, self.config[option]
         return None
 
 
@@ -88,58 +101,54 @@ def read(folder: Path) -> Run:
     """A finished run's folder; files that a run made from Python lacks are left out."""
     run = artifacts.read_run(folder)
     place = folder / artifacts.RUN
-    stored = speed(folder)
+    try:
+        config = Config.from_dict(run["config"]).as_dict()
+    except ConfigError as error:
+        raise ArtifactError(f"{place}: {error}") from None
+    if len(run["recipes"]) != len(run["sizes"]):
+        raise ArtifactError(f"{place}: {len(run['recipes'])} recipes but {len(run['sizes'])} sizes")
+    evaluated, order = rows(folder / artifacts.EVALUATION), (DENSE, "particle 1", TOGETHER)
+    evaluated.sort(key=lambda row: (row.data != CLEAN, order.index(row.name) if row.name in order else 1))
     return Run(
         name=plain(folder.resolve().name),
         folder=folder,
-        config=run["config"],
-        info=run["info"],
+        config=config,
         dense=Size(**run["dense"]),
         sizes=[Size(**size) for size in run["sizes"]],
-        recipes=run["recipes"],
-        gated=run["gated"],
-        widths=run["widths"],
-        whole=run["whole"],
         history=files.records(EpochRecord, run["history"], place),
-        dense_history=_log(folder),
-        rows=_rows(folder),
+        dense_history=_dense_history(folder),
+        rows=[*evaluated, *(row for row in rows(folder / artifacts.CORRUPTIONS) if row.data != CLEAN)],
         examples=examples.read(folder),
-        speed=stored,
+        speed=_speed(folder),
+        **{name: run[name] for name in ("info", "recipes", "gated", "widths", "whole")},
     )
 
 
 def rows(path: Path) -> list[Row]:
     """The evaluated networks in a file of `dllp evaluate --json`; none where it is missing."""
-    if not path.exists():
-        return []
-    found = artifacts.read_json(artifacts.member(path.parent, path.name))
-    return files.records(Row, found.get("rows") if isinstance(found, dict) else None, path)
+    return files.records(Row, _json(path).get("rows"), path) if path.exists() else []
 
 
-def _rows(folder: Path) -> list[Row]:
-    found = rows(folder / artifacts.EVALUATION)
-    order = (DENSE, "particle 1", TOGETHER)
-    found.sort(key=lambda row: (row.data != CLEAN, order.index(row.name) if row.name in order else 1))
-    return [*found, *(row for row in rows(folder / artifacts.CORRUPTIONS) if row.data != CLEAN)]
-
-
-def speed(folder: Path) -> Speed | None:
-    """What `dllp speed` kept in the folder."""
+def _speed(folder: Path) -> Speed | None:
+    """The measurements of `dllp speed`."""
     path = folder / artifacts.SPEED
     if not path.exists():
         return None
-    found = artifacts.read_json(artifacts.member(folder, artifacts.SPEED))
-    if not isinstance(found, dict):
-        raise ArtifactError(f"{path} holds no measurement: make it again with dllp speed")
+    found = _json(path)
     measured = files.records(SpeedRow, found.get("rows"), path, drop=("throughput",))
-    if any(row.median <= 0 or row.macs < 0 for row in measured):
+    if any(row.median <= 0 or row.batch <= 0 for row in measured):
         raise ArtifactError(f"{path}: a time is not positive: make it again with dllp speed")
-    return Speed(
-        measured, files.records(LayerTime, found.get("layers"), path, drop=("lost_ms",)), "measured by dllp speed"
-    )
+    layers = files.records(LayerTime, found.get("layers"), path, drop=("lost_ms",))
+    return Speed(measured, layers, "measured by dllp speed")
 
 
-def _log(folder: Path) -> list[EpochRecord]:
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a file of a run folder; empty where it is no object."""
+    found = artifacts.read_json(artifacts.member(path.parent, path.name))
+    return found if isinstance(found, dict) else {}
+
+
+def _dense_history(folder: Path) -> list[EpochRecord]:
     """The dense network's training, which only the log has."""
     path = folder / artifacts.LOG
     if not path.exists():

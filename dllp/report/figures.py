@@ -1,4 +1,4 @@
-"""Plots and sections as plain values: what plotly draws, and what a reader who cannot see it is told."""
+"""Plots and sections as plain values, and the traces, axes and colours that the plots share."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dllp.report.names import plot_text
+from dllp.report.markup import plot_text
 
 Trace = dict[str, Any]
-# Okabe and Ito's palette: told apart by all readers, on light and dark ground. Shapes and dashes tell the same.
+# Okabe and Ito's palette, readable for the colour-blind on light and dark ground; shapes and dashes differ as well.
 BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
 GREY = "#888888"
 CYCLE = (BLUE, VERMILION, GREEN, PURPLE, SKY, ORANGE)
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 MARKS = ("circle", "square", "diamond", "triangle-up", "cross", "x")
+ROW = 22
+"""Pixels of height for one layer."""
 
 
 @dataclass(frozen=True)
 class Plot:
-    """One picture.
+    """One plot.
 
     Attributes:
         id: Unique on the page.
@@ -34,7 +36,7 @@ class Plot:
     title: str
     caption: str
     data: list[Trace]
-    layout: dict[str, Any] = field(default_factory=dict)
+    layout: dict[str, Any]
     height: int = 320
     choices: dict[str, list[Trace]] = field(default_factory=dict)
     label: str = ""
@@ -42,7 +44,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page; `markup` is HTML whose names were escaped by whoever wrote it."""
+    """A part of the page; `markup` is HTML in which all names are escaped."""
 
     id: str
     title: str
@@ -52,37 +54,47 @@ class Section:
 
 
 def short(values: Iterable[float | None]) -> list[float | None]:
-    """Five digits: more are not seen. What is not finite is left out of a curve."""
+    """Numbers of five digits, as more are not seen; None, a gap in a curve, for what is not finite."""
     return [None if v is None or not math.isfinite(v) else float(f"{v:.5g}") for v in values]
 
 
 def line(name: str, x: Sequence[Any], y: Iterable[float | None], color: str, dash: str = "solid", **more: Any) -> Trace:
     style = {"color": color, "dash": dash, "width": 2}
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": plot_text(name),
-        "x": list(x),
-        "y": short(y),
-        "line": style,
-    } | more
+    named = {"type": "scatter", "mode": "lines", "name": plot_text(name), "x": list(x), "y": short(y)}
+    return {**named, "line": style, **more}
 
 
 def band(x: Sequence[float], low: Iterable[float], high: Iterable[float], color: str) -> list[Trace]:
-    """What lies between two curves, pale."""
+    """The area between two curves, pale."""
     base: Trace = {"type": "scatter", "mode": "lines", "x": list(x), "line": {"width": 0}, "showlegend": False}
     base["hoverinfo"] = "skip"
-    fill = {"fill": "tonexty", "fillcolor": color + "33"}
-    return [base | {"y": short(low)}, base | {"y": short(high)} | fill]
+    return [base | {"y": short(low)}, base | {"y": short(high), "fill": "tonexty", "fillcolor": color + "33"}]
+
+
+def bars(name: str, y: list[str], x: Iterable[float | None], color: str, **more: Any) -> Trace:
+    """Horizontal bars; `y` are names that were escaped."""
+    named = {"type": "bar", "orientation": "h", "name": plot_text(name), "y": y, "x": short(x)}
+    return {**named, "marker": {"color": color}, **more}
+
+
+def marks(name: str, x: Iterable[float | None], y: list[Any], marker: dict[str, Any], **more: Any) -> Trace:
+    named = {"type": "scatter", "mode": "markers", "name": plot_text(name), "x": short(x), "y": y}
+    return {**named, "marker": marker, **more}
 
 
 def axis(title: str, **more: Any) -> dict[str, Any]:
     return {"title": {"text": plot_text(title)}} | more
 
 
-def names_axis(**more: Any) -> dict[str, Any]:
+def names_axis() -> dict[str, Any]:
     """Names from top to bottom; they are never read as numbers or dates."""
-    return {"type": "category", "autorange": "reversed", "automargin": True, "ticklen": 4} | more
+    return {"type": "category", "autorange": "reversed", "automargin": True, "ticklen": 4}
+
+
+def upright(x: float, dash: str) -> dict[str, Any]:
+    """A vertical line through the whole plot."""
+    place = {"x0": x, "x1": x, "y0": 0, "y1": 1, "xref": "x", "yref": "paper"}
+    return {"type": "line", "line": {"color": GREY, "width": 1, "dash": dash}} | place
 
 
 def distinct(names: Iterable[object]) -> list[str]:

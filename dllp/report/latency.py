@@ -1,4 +1,4 @@
-"""Measured time: what became of the saved FLOPs, and the layers that hold the pruned network back."""
+"""Measured time: the share of the saved FLOPs that became saved time, and the layers that hold the network back."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 from dllp.deploy.speed import DENSE, LayerTime, describe, headline, holding_back
 from dllp.deploy.speed import Row as SpeedRow
-from dllp.report.channels import ROW
+from dllp.report import figures
 from dllp.report.contents import Run, Speed
-from dllp.report.figures import BLUE, CYCLE, ORANGE, Plot, Section, axis, distinct, names_axis, short
-from dllp.report.markup import folded, note, table
-from dllp.report.names import plot_text
+from dllp.report.figures import BLUE, CYCLE, ORANGE, ROW, VERMILION, Plot, Section, axis, bars, names_axis, short
+from dllp.report.markup import folded, note, plot_text, table
 
 MOST = 30
-"""Layers that are drawn: those that matter most."""
+"""Layers that are drawn: those that lose most time."""
 
 
 def section(run: Run) -> Section | None:
@@ -22,16 +21,14 @@ def section(run: Run) -> Section | None:
     if speed is None or not speed.rows:
         why = run.missing.get("latency", "")
         return Section("speed", "Speed", markup=note(why)) if why else None
-    plots = [_times(speed)]
     held = holding_back(speed.layers)
-    if held:
-        plots.append(_layers(speed.layers))
-    return Section("speed", "Speed", lead=_verdict(speed, held), markup=_table(speed.rows), plots=tuple(plots))
+    plots = (_times(speed), _layers(speed.layers)) if held else (_times(speed),)
+    return Section("speed", "Speed", lead=_lead(speed, held), markup=_table(speed.rows), plots=plots)
 
 
-def _verdict(speed: Speed, held: Sequence[LayerTime]) -> str:
+def _lead(speed: Speed, held: Sequence[LayerTime]) -> str:
     row = headline(speed.rows)
-    if row is None or row.speedup is None:
+    if row is None:
         return speed.source
     text = f"{row.speedup:.2f}× as fast as dense ({describe(row)}; {speed.source})."
     if row.share is not None:
@@ -47,42 +44,33 @@ def _times(speed: Speed) -> Plot:
     traces = []
     for i, network in enumerate(networks):
         rows = [row for row in speed.rows if row.network == network]
-        y = [1e3 * row.median / row.batch for row in rows]
         spread = {"type": "data", "symmetric": False, "array": short(1e3 * (r.high - r.median) / r.batch for r in rows),
                   "arrayminus": short(1e3 * (r.median - r.low) / r.batch for r in rows)}  # fmt: skip
-        traces.append({
-            "type": "bar", "orientation": "h", "y": [plot_text(describe(row), 60) for row in rows], "x": short(y),
-            "error_x": spread, "name": plot_text(network),
-            "marker": {"color": ORANGE if network == DENSE else CYCLE[(i - 1) % 5]},
-            "hovertemplate": "%{y}: %{x:.3f} ms for each example",
-        })  # fmt: skip
+        traces.append(bars(
+            network, [plot_text(describe(row), 60) for row in rows], [1e3 * row.median / row.batch for row in rows],
+            ORANGE if network == DENSE else CYCLE[(i - 1) % 5], error_x=spread,
+            hovertemplate="%{y}: %{x:.3f} ms for each example",
+        ))  # fmt: skip
     settings = len({describe(row) for row in speed.rows})
     layout = {"xaxis": axis("milliseconds for each example"), "yaxis": names_axis(), "barmode": "group"}
     caption = "Median time with quartiles; the networks took turns, so that all saw the same machine."
-    return Plot("latency", "Measured time", caption, traces, layout, height=140 + 16 * settings * len(networks) + 20)
+    return Plot("latency", "Measured time", caption, traces, layout, height=160 + 16 * settings * len(networks))
 
 
 def _layers(layers: Sequence[LayerTime]) -> Plot:
-    chosen = sorted(layers, key=lambda layer: -layer.lost_ms)[:MOST]
-    chosen = [layer for layer in layers if layer in chosen]
-    names = distinct(f"{layer.layer} ({layer.dense_width} → {layer.pruned_width})" for layer in chosen)
-    bars = {
-        "dense": (ORANGE, [layer.dense_ms for layer in chosen]),
-        "pruned": (BLUE, [layer.pruned_ms for layer in chosen]),
-    }
+    worst = sorted(layers, key=lambda layer: -layer.lost_ms)[:MOST]
+    chosen = [layer for layer in layers if layer in worst]
+    names = figures.distinct(f"{layer.layer} ({layer.dense_width} → {layer.pruned_width})" for layer in chosen)
+    ideal = {"symbol": "line-ns-open", "size": 16, "line": {"width": 3}, "color": VERMILION}
     traces = [
-        {"type": "bar", "orientation": "h", "y": names, "x": short(x), "name": name, "marker": {"color": color}}
-        for name, (color, x) in bars.items()
+        bars("dense", names, [layer.dense_ms for layer in chosen], ORANGE),
+        bars("pruned", names, [layer.pruned_ms for layer in chosen], BLUE),
+        figures.marks("ideal", [layer.dense_ms * layer.kept_macs for layer in chosen], names, ideal),
     ]
-    ideal = [layer.dense_ms * layer.kept_macs for layer in chosen]
-    traces.append({
-        "type": "scatter", "mode": "markers", "y": names, "x": short(ideal), "name": "pruned, if FLOPs were time",
-        "marker": {"symbol": "line-ns-open", "size": 16, "line": {"width": 3}, "color": "#D55E00"},
-    })  # fmt: skip
     layout = {"xaxis": axis("milliseconds of one batch"), "yaxis": names_axis(), "barmode": "group"}
     caption = (
-        "Time of each layer, dense and pruned, with its channels. The upright mark is the dense time scaled by the "
-        "FLOPs that are left: what a pruned bar reaches beyond it holds the network back."
+        "Time of each layer, dense and pruned, with its channels. The upright mark (ideal) is the dense time scaled by "
+        "the FLOPs that are left: what a pruned bar reaches beyond it holds the network back."
     )
     return Plot("layers", "Layers that hold it back", caption, traces, layout, height=140 + 2 * ROW * len(chosen))
 

@@ -1,4 +1,4 @@
-"""One file that needs nothing else: markup, style, plots and plotly itself, under a policy that forbids the rest."""
+"""One HTML file with style, plots and plotly itself, under a content security policy that forbids the rest."""
 
 from __future__ import annotations
 
@@ -14,28 +14,22 @@ from string import Template
 
 from dllp.errors import ConfigError
 from dllp.report.figures import Plot, Section
-from dllp.report.names import html_text, plain
-
-INSTALL = "pip install 'dllp[report]'"
+from dllp.report.markup import html_text, plain
 
 
 def require_plotly() -> Path:
-    """The file of plotly's JavaScript, or one line that says how to get it; the package itself is not imported."""
+    """The file of plotly's JavaScript; the package itself is not imported."""
     found = importlib.util.find_spec("plotly")
-    places = [
-        Path(place) / "package_data" / "plotly.min.js" for place in (found and found.submodule_search_locations) or ()
-    ]
-    for place in places:
-        if place.is_file():
-            return place
-    raise ConfigError(f"the report needs plotly: {INSTALL}")
+    if found is None or found.origin is None:
+        raise ConfigError("the report needs plotly: pip install 'dllp[report]'")
+    return Path(found.origin).with_name("package_data") / "plotly.min.js"
 
 
 def render(title: str, sections: Sequence[Section]) -> bytes:
     """The page.
 
-    Only two scripts may run, named by their hashes: the page's own, and plotly as it is unpacked. Whatever a name in a
-    run folder holds, it is data; and no address can be reached from the page.
+    Only two scripts may run, named by their hashes: the page's own, and plotly as it is unpacked. Names in a run
+    folder are data whatever they hold, and the page can reach no address.
     """
     library = require_plotly().read_bytes()
     script = _part("draw.js")
@@ -74,8 +68,7 @@ def _plot(plot: Plot) -> dict[str, object]:
 
 def _section(section: Section) -> str:
     lead = f"<p>{html_text(section.lead, 2000)}</p>" if section.lead else ""
-    figures = "".join(map(_figure, section.plots))
-    figures = f'<div class="figures">{figures}</div>' if figures else ""
+    figures = f'<div class="figures">{"".join(map(_figure, section.plots))}</div>' if section.plots else ""
     head = f'<h2 id="{section.id}-title">{html_text(section.title)}</h2>'
     body = head + lead + section.markup + figures
     return f'<section id="{section.id}" aria-labelledby="{section.id}-title">{body}</section>'
@@ -83,9 +76,9 @@ def _section(section: Section) -> str:
 
 def _figure(plot: Plot) -> str:
     title, caption = html_text(plot.title), html_text(plot.caption, 2000)
-    choice = ""
-    if plot.choices:
-        choice = f'<label>{html_text(plot.label)} <select data-chooses="{plot.id}"></select></label>'
+    choice = (
+        f'<label>{html_text(plot.label)} <select data-chooses="{plot.id}"></select></label>' if plot.choices else ""
+    )
     return (
         f"<figure><h3>{title}</h3>{choice}"
         f'<div class="plot" id="plot-{plot.id}" data-plot="{plot.id}" role="img" tabindex="0" '

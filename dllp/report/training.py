@@ -1,4 +1,4 @@
-"""How the run went: loss, accuracy, cost against its budget, temperature, discrepancy, and the gates over time."""
+"""Training curves: loss, accuracy, cost against the budget, temperature, Stein discrepancy, gates over time."""
 
 from __future__ import annotations
 
@@ -10,42 +10,38 @@ import numpy as np
 
 from dllp.records import GATE_BINS, EpochRecord
 from dllp.report.contents import Run
-from dllp.report.figures import BLUE, GREEN, GREY, ORANGE, VERMILION, Plot, Section, Trace, axis, band, line
-from dllp.report.names import plain
+from dllp.report.figures import BLUE, GREEN, GREY, ORANGE, VERMILION, Plot, Section, Trace, axis, band, line, upright
+from dllp.report.markup import plain
 
 PHASES = {"soft": "gates close", "discrete": "gates discrete"}
 
 
 def section(run: Run) -> Section | None:
     """The curves of one run; None where it kept no history."""
-    history = run.history
+    history, budget = run.history, run.budget
     if not history:
         return None
     x = [record.epoch for record in history]
     gated = any(record.phase != "open" for record in history)  # other methods have no gates, and cut after training
     label, seen = ("pruned", "gates and augmentation") if gated else ("network", "augmentation")
-    plots = [
-        Plot(
-            "loss", "Training loss",
-            "Mean over the particles; the band reaches from the best to the worst of them. "
-            f"{'Loss is' if run.regression else 'Loss and accuracy are'} of the training batches as they were seen, "
-            f"with {seen}.",
-            _values(history, "loss", label, BLUE) + _values(run.dense_history, "loss", "dense", ORANGE, "dash"),
-            _layout(run, "squared error" if run.regression else "loss in nats", type="log"),
-        )
-    ]  # fmt: skip
+
+    def both(name: str) -> list[Trace]:
+        return _values(history, name, label, BLUE) + _values(run.dense_history, name, "dense", ORANGE, "dash")
+
+    plots = [Plot(
+        "loss", "Training loss",
+        "Mean over the particles; the band reaches from the best to the worst of them. "
+        f"{'Loss is' if run.regression else 'Loss and accuracy are'} of the training batches as they were seen, "
+        f"with {seen}.",
+        both("loss"), _layout(run, "squared error" if run.regression else "loss in nats", type="log"),
+    )]  # fmt: skip
     if all(record.accuracy is not None for record in history):
-        plots.append(
-            Plot(
-                "accuracy", "Training accuracy",
-                "The dense network is trained by the same recipe, without gates." if gated else "",
-                _values(history, "accuracy", label, BLUE)
-                + _values(run.dense_history, "accuracy", "dense", ORANGE, "dash"),
-                _layout(run, "accuracy", tickformat=".0%"),
-            )
-        )  # fmt: skip
+        plots.append(Plot(
+            "accuracy", "Training accuracy",
+            "The dense network is trained by the same recipe, without gates." if gated else "",
+            both("accuracy"), _layout(run, "accuracy", tickformat=".0%"),
+        ))  # fmt: skip
     if gated:
-        budget = run.budget
         costs = _values(history, "cost", "cost", BLUE)
         if budget is not None:
             costs.append(line("ramp", x, [record.budget for record in history], GREY, "dot"))
@@ -65,8 +61,17 @@ def section(run: Run) -> Section | None:
                 _layout(run, "share, temperature", rangemode="tozero"),
             ),
         ]  # fmt: skip
-    plots += _discrepancy(run) + _gates(run)
-    return Section("training", "Training", plots=tuple(plots))
+    known = [record for record in history if record.discrepancy is not None]
+    if known:
+        plots.append(Plot(
+            "discrepancy", "Stein discrepancy of the particles",
+            "The rate at which a step can still bring the particles nearer to the posterior, as one batch shows it: "
+            "its noise is part of it. It falls while they learn, to no less than a few particles allow; as long as "
+            "gates are soft, and where they become discrete, the posterior itself changes.",
+            [line("discrepancy", [record.epoch for record in known], [record.discrepancy for record in known], BLUE)],
+            _layout(run, "discrepancy", type="log"),
+        ))  # fmt: skip
+    return Section("training", "Training", plots=(*plots, *_gates(run)))
 
 
 def _values(history: Sequence[EpochRecord], name: str, label: str, color: str, dash: str = "solid") -> list[Trace]:
@@ -74,13 +79,13 @@ def _values(history: Sequence[EpochRecord], name: str, label: str, color: str, d
     parts = [(record.epoch, getattr(record, name)) for record in history if getattr(record, name)]
     if not parts:
         return []
-    x, values = [epoch for epoch, _ in parts], [part for _, part in parts]
+    x, values = zip(*parts, strict=True)
     several = band(x, map(min, values), map(max, values), color) if len(values[0]) > 1 else []
     return [*several, line(label, x, [sum(part) / len(part) for part in values], color, dash)]
 
 
 def _layout(run: Run, title: str, **more: Any) -> dict[str, Any]:
-    """Lines where the run entered a new phase, or was cut."""
+    """Axes, with lines where the run entered a new phase, or was cut."""
     marks = [
         (after.epoch - 0.5, PHASES[after.phase])
         for before, after in pairwise(run.history)
@@ -89,34 +94,14 @@ def _layout(run: Run, title: str, **more: Any) -> dict[str, Any]:
     tuned = run.info.get("finetune_epochs")
     if type(tuned) is int and 0 < tuned < len(run.history):
         marks.append((run.history[-tuned].epoch - 0.5, "cut, then fine-tuned"))
-    shapes, notes = [], []
-    for x, text in marks:
-        edge = {"x0": x, "x1": x, "y0": 0, "y1": 1, "xref": "x", "yref": "paper"}
-        shapes.append({"type": "line", "line": {"color": GREY, "width": 1, "dash": "dot"}} | edge)
-        notes.append({"x": x, "y": 1, "xref": "x", "yref": "paper", "text": text, "showarrow": False,
-                      "xanchor": "left", "yanchor": "bottom", "font": {"size": 11}})  # fmt: skip
+    place = {"y": 1, "xref": "x", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
+    notes = [{"x": x, "text": text, "showarrow": False, "font": {"size": 11}} | place for x, text in marks]
+    shapes = [upright(x, "dot") for x, _ in marks]
     return {"xaxis": axis("epoch"), "yaxis": axis(title, **more), "shapes": shapes, "annotations": notes}
 
 
-def _discrepancy(run: Run) -> list[Plot]:
-    """How far the particles are from the posterior, where there are several."""
-    known = [(record.epoch, record.discrepancy) for record in run.history if record.discrepancy is not None]
-    if not known:
-        return []
-    x, values = zip(*known, strict=True)
-    return [
-        Plot(
-            "discrepancy", "Stein discrepancy of the particles",
-            "The rate at which a step can still bring the particles nearer to the posterior, as one batch shows it: "
-            "its noise is part of it. It falls while they learn, to no less than a few particles allow; as long as "
-            "gates are soft, and where they become discrete, the posterior itself changes.",
-            [line("discrepancy", x, values, BLUE)], _layout(run, "discrepancy", type="log"),
-        )
-    ]  # fmt: skip
-
-
 def _gates(run: Run) -> list[Plot]:
-    """Share of gates by probability and epoch, for all layers together and for each."""
+    """Share of gates by probability and epoch, over all layers and for each."""
     wanted = [GATE_BINS] * len(run.widths)
     kept = [record for record in run.history if list(map(len, record.gates)) == wanted]
     if not kept or not run.widths:
@@ -128,20 +113,17 @@ def _gates(run: Run) -> list[Plot]:
         share = 100 * part / np.maximum(part.sum(1, keepdims=True), 1)
         return [{
             "type": "heatmap", "x": x, "y": [(k + 0.5) / GATE_BINS for k in range(GATE_BINS)],
-            "z": [[round(float(v), 2) for v in row] for row in share.T], "zmin": 0, "zmax": 100,
+            "z": share.T.round(2).tolist(), "zmin": 0, "zmax": 100,
             "colorscale": "Cividis", "colorbar": {"title": {"text": "% of gates"}, "thickness": 12},
             "hovertemplate": "epoch %{x}, probability about %{y:.2f}: %{z}% of the gates<extra></extra>",
         }]  # fmt: skip
 
     choices = {"all layers": picture(counts.sum(1))}
     choices |= {plain(name): picture(counts[:, i]) for i, name in enumerate(run.widths)}
-    return [
-        Plot(
-            "gates", "Gate probabilities over time",
-            "Bright is where many gates are. They start open, spread while the budget tightens, and end at 0 or 1: "
-            "a gate that stays in between was decided by the budget alone.",
-            choices["all layers"],
-            {"xaxis": axis("epoch"), "yaxis": axis("probability", range=[0, 1])},
-            choices=choices, label="Layer",
-        )
-    ]  # fmt: skip
+    return [Plot(
+        "gates", "Gate probabilities over time",
+        "Bright is where many gates are. They start open, spread while the budget tightens, and end at 0 or 1: "
+        "a gate that stays in between was decided by the budget alone.",
+        choices["all layers"], {"xaxis": axis("epoch"), "yaxis": axis("probability", range=[0, 1])},
+        choices=choices, label="Layer",
+    )]  # fmt: skip

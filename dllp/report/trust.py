@@ -1,37 +1,36 @@
-"""Whether the networks can be trusted: reliability, risk against coverage, and doubt with the images behind it."""
+"""Calibration and uncertainty: reliability, risk against coverage, uncertain test images, and corrupted data."""
 
 from __future__ import annotations
 
+import base64
+import io
+from collections.abc import Sequence
+
 import torch
+from PIL import Image
 from torch import Tensor
 
-from dllp.evaluation.evaluate import DENSE, TOGETHER
+from dllp.data import ArrayData
+from dllp.evaluation import metrics
+from dllp.evaluation.evaluate import CLEAN, DENSE, TOGETHER
 from dllp.evaluation.examples import Examples
-from dllp.evaluation.metrics import BINS
-from dllp.report import gallery
-from dllp.report.contents import Run
-from dllp.report.figures import (
-    BLUE,
-    DASHES,
-    GREEN,
-    GREY,
-    MARKS,
-    ORANGE,
-    VERMILION,
-    Plot,
-    Section,
-    Trace,
-    axis,
-    line,
-    short,
-)
-from dllp.report.markup import note
-from dllp.report.names import plot_text
+from dllp.report import figures
+from dllp.report.contents import Picture, Run, Uncertainty
+from dllp.report.figures import BLUE, DASHES, GREEN, GREY, MARKS, ORANGE, VERMILION, Plot, Section, Trace, axis, short
+from dllp.report.markup import html_text, note
 
 NETWORKS = {DENSE: ORANGE, "particle 1": BLUE, TOGETHER: GREEN}
-"""Those that are drawn: the dense one, the one that is shipped, and all together."""
+"""The networks that are drawn: the dense one, the one that is shipped, and the ensemble."""
+KINDS: tuple[Uncertainty, ...] = ("aleatoric", "epistemic")
 POINTS = 300
 HISTOGRAM = 40
+SHOWN, LARGEST = 12, 160
+"""Images of each kind, and the longer side of what is embedded."""
+CORRUPTED = {
+    "accuracy": ("Accuracy under corruption", ".0%"),
+    "ece": ("Calibration error (ECE) under corruption", ".1%"),
+    "rmse": ("Error (RMSE) under corruption", "~g"),
+}
 
 
 def section(run: Run) -> Section | None:
@@ -41,40 +40,32 @@ def section(run: Run) -> Section | None:
         why = run.missing.get("examples", "")
         return Section("trust", "Trust", markup=note(why)) if why else None
     names = [name for name in NETWORKS if name in found.predicted]
-    plots = [_reliability(found, names), _risk(found, names), _doubt(found, "aleatoric", "Noise in the data")]
-    if float(found.epistemic.max()) > 0:
-        plots.append(_doubt(found, "epistemic", "Ignorance of the networks"))
-    return Section("trust", "Trust", plots=tuple(plots), markup=_images(run))
+    plots = [_reliability(found, names), _risk(found, names)]
+    plots += [_uncertainty(found, kind) for kind in KINDS if float(getattr(found, kind).max()) > 0]
+    images = "".join(_gallery(kind, [p for p in run.pictures if p.kind == kind]) for kind in KINDS)
+    return Section("trust", "Trust", plots=tuple(plots), markup=images or note(run.missing.get("images", "")))
 
 
-def reliability(confidence: Tensor, correct: Tensor, bins: int = BINS) -> tuple[Tensor, Tensor, Tensor]:
-    """(B,), (B,) -> mean confidence, accuracy and count of every bin of equal width that is not empty."""
-    place = (confidence.double() * bins).ceil().clamp(1, bins).long() - 1
-    count = torch.bincount(place, minlength=bins)
-    sums = [torch.zeros(bins, dtype=torch.float64).index_add_(0, place, v.double()) for v in (confidence, correct)]
-    some = count > 0
-    return sums[0][some] / count[some], sums[1][some] / count[some], count[some]
+def answers(found: Examples, name: str) -> tuple[Tensor, Tensor]:
+    """(B, 2), (B,): confidence in the network's answer beside 0 for all others, and which of them is right.
 
-
-def risk_coverage(confidence: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
-    """(B,), (B,) -> coverage k/B and error rate of the k most confident; equal confidences share their errors."""
-    _, group = confidence.unique(return_inverse=True)
-    count = torch.bincount(group)
-    shared = torch.zeros(len(count), dtype=torch.float64).index_add_(0, group, (~correct).double()) / count
-    k = torch.arange(1, len(correct) + 1)
-    return k / len(k), shared[group[confidence.argsort(descending=True)]].cumsum(0) / k
+    The metrics of calibration need no more than that of the probabilities, and an example stores no more.
+    """
+    confidence = found.confidence[name]
+    return torch.stack([confidence, torch.zeros_like(confidence)], 1), (~found.correct(name)).long()
 
 
 def _reliability(found: Examples, names: list[str]) -> Plot:
-    traces = [line("perfect", [0, 1], [0, 1], GREY, "dot", hoverinfo="skip")]
+    traces = [figures.line("perfect", [0, 1], [0, 1], GREY, "dot", hoverinfo="skip")]
     for i, name in enumerate(names):
-        confidence, accuracy, count = reliability(found.confidence[name], found.correct(name))
-        traces.append(line(name, short(confidence.tolist()), accuracy.tolist(), NETWORKS[name], DASHES[i]) | {
-            "mode": "lines+markers", "text": [str(n) for n in count.tolist()],
-            "marker": {"symbol": MARKS[i], "size": [round(6 + 14 * (n / len(found.labels)) ** 0.5, 1)
-                                                    for n in count.tolist()]},
-            "hovertemplate": "confidence %{x:.3f}, accuracy %{y:.3f}, %{text} examples",
-        })  # fmt: skip
+        bins = metrics.reliability(*answers(found, name))
+        sizes = [round(6 + 14 * share**0.5, 1) for share in bins["share"]]
+        traces.append(figures.line(
+            name, short(bins["confidence"]), bins["accuracy"], NETWORKS[name], DASHES[i],
+            text=[str(round(share * len(found.labels))) for share in bins["share"]],
+            marker={"symbol": MARKS[i], "size": sizes},
+            hovertemplate="confidence %{x:.3f}, accuracy %{y:.3f}, %{text} examples", mode="lines+markers",
+        ))  # fmt: skip
     return Plot(
         "reliability", "Reliability diagram",
         "Accuracy of the answers with about the same confidence. Below the diagonal a network is overconfident, above "
@@ -87,36 +78,35 @@ def _reliability(found: Examples, names: list[str]) -> Plot:
 def _risk(found: Examples, names: list[str]) -> Plot:
     traces = []
     for i, name in enumerate(names):
-        coverage, risk = risk_coverage(found.confidence[name], found.correct(name))
-        some = torch.linspace(0, len(risk) - 1, min(len(risk), POINTS)).round().long()
-        traces.append(line(name, short(coverage[some].tolist()), risk[some].tolist(), NETWORKS[name], DASHES[i]))
+        curve = metrics.risk_coverage(*answers(found, name), points=POINTS)
+        traces.append(figures.line(name, short(curve["coverage"]), curve["risk"], NETWORKS[name], DASHES[i]))
     return Plot(
         "risk", "Risk against coverage",
         "Error rate when only the most confident share of the examples is answered: a curve that starts low means that "
-        "doubt points at the errors.",
+        "the errors are among the uncertain examples.",
         traces,
         {"xaxis": axis("coverage", tickformat=".0%"),
          "yaxis": axis("error rate", tickformat=".1%", rangemode="tozero")},
     )  # fmt: skip
 
 
-def _doubt(found: Examples, kind: gallery.Doubt, title: str) -> Plot:
+def _uncertainty(found: Examples, kind: Uncertainty) -> Plot:
     values: Tensor = getattr(found, kind).double()
     right = found.correct(found.together)
-    top = max(float(values.max()), 1e-6)
+    top = float(values.max())
     edges = torch.linspace(0, top, HISTOGRAM + 1, dtype=torch.float64)
-    middle = short(((edges[1:] + edges[:-1]) / 2).tolist())
-    traces: list[Trace] = []
-    for mask, color, label in ((right, BLUE, "right"), (~right, VERMILION, "wrong")):
-        counts = torch.histc(values[mask], HISTOGRAM, 0, top)
-        traces.append({
-            "type": "bar", "x": middle, "y": counts.int().tolist(), "name": plot_text(f"{label} ({int(mask.sum())})"),
-            "marker": {"color": color}, "hovertemplate": "doubt about %{x:.3f}: %{y} examples",
-        })  # fmt: skip
-    text = {
-        "aleatoric": "Doubt that the particles share: the example itself is unclear, and more of them would not help.",
-        "epistemic": "Doubt from disagreement: the particles answer differently, as far from the training data.",
-    }[kind]
+    traces: list[Trace] = [
+        {"type": "bar", "x": short(((edges[1:] + edges[:-1]) / 2).tolist()),
+         "y": torch.histc(values[mask], HISTOGRAM, 0, top).int().tolist(), "name": f"{label} ({int(mask.sum())})",
+         "marker": {"color": color}, "hovertemplate": "variance about %{x:.3f}: %{y} examples"}
+        for mask, color, label in ((right, BLUE, "right"), (~right, VERMILION, "wrong"))
+    ]  # fmt: skip
+    title, text = {
+        "aleatoric": ("Noise in the data", "Uncertainty that the particles share: the example itself is unclear, and "
+                      "more training data would not help."),
+        "epistemic": ("Disagreement of the particles", "Uncertainty from different answers of the particles, as far "
+                      "from the training data."),
+    }[kind]  # fmt: skip
     return Plot(
         kind, f"{title} ({kind})", f"{text} Counts on a logarithmic scale, answers of {found.together}.",
         traces,
@@ -124,11 +114,87 @@ def _doubt(found: Examples, kind: gallery.Doubt, title: str) -> Plot:
     )  # fmt: skip
 
 
-def _images(run: Run) -> str:
-    parts = []
-    kinds: dict[gallery.Doubt, str] = {"aleatoric": "most noise", "epistemic": "most ignorance"}
-    for kind, words in kinds.items():
-        images = gallery.markup(run.pictures, kind)
-        if images:
-            parts.append(f"<h3>Test images with {words} ({kind})</h3>{images}")
-    return "".join(parts) or note(run.missing.get("images", ""))
+# ---- images
+
+
+def pictures(found: Examples, data: ArrayData, classes: Sequence[str]) -> list[Picture]:
+    """The test images with the most uncertainty of each kind; none where the inputs are no images."""
+    if data.x.ndim != 4 or data.x.shape[1] not in (1, 3):
+        return []
+
+    def name(index: int) -> str:
+        return classes[index] if 0 <= index < len(classes) else str(index)
+
+    ensemble = found.together
+    return [
+        Picture(
+            kind, _png(data.x[index].cpu()), index, name(int(found.labels[index])),
+            name(int(found.predicted[ensemble][index])), float(found.confidence[ensemble][index]),
+        )
+        for kind in KINDS
+        if float(getattr(found, kind).max()) > 0  # a single particle has no epistemic uncertainty
+        for index in getattr(found, kind).argsort(descending=True)[:SHOWN].tolist()
+    ]  # fmt: skip
+
+
+def _png(image: Tensor) -> bytes:
+    if image.dtype != torch.uint8:
+        low, high = float(image.min()), float(image.max())
+        image = ((image - low) / max(high - low, 1e-12) * 255).round().to(torch.uint8)
+    picture = Image.fromarray(image.permute(1, 2, 0).squeeze(2).numpy())
+    picture.thumbnail((LARGEST, LARGEST))
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _gallery(kind: Uncertainty, chosen: Sequence[Picture]) -> str:
+    items = []
+    for p in chosen:
+        answer, truth = html_text(p.answer, 40), html_text(p.truth, 40)
+        right = p.answer == p.truth
+        said = f"{'✓' if right else '✗'} <bdi>{answer}</bdi> {100 * p.confidence:.0f}%"
+        said += "" if right else f"<br>is <bdi>{truth}</bdi>"
+        source = "data:image/png;base64," + base64.b64encode(p.png).decode()
+        alt = f"test image {p.index}, class {truth}, answered {answer}"
+        items.append(f'<li><img src="{source}" alt="{alt}" width="72" height="72"><span>{said}</span></li>')
+    title = f"<h3>Test images with the most {kind} uncertainty</h3>"
+    return f'{title}<ul class="gallery">{"".join(items)}</ul>' if items else ""
+
+
+# ---- corruptions
+
+
+def robustness(run: Run) -> Section | None:
+    """Accuracy and calibration under corruption; None where `dllp evaluate --corrupt` measured none."""
+    versions = list(dict.fromkeys(row.data for row in run.rows))
+    if versions == [CLEAN] or not versions:
+        return None
+    plots = []
+    for metric, (title, form) in CORRUPTED.items():
+        traces = [trace for network in NETWORKS for trace in _curves(run, network, metric, versions)]
+        if traces:
+            layout = {
+                "xaxis": axis("", type="category", automargin=True, categoryarray=figures.distinct(versions)),
+                "yaxis": axis(metric, tickformat=form),
+                "legend": {"y": 1.02, "yref": "paper"},  # the names of corruptions need the room below
+            }
+            caption = "The first point is the clean test data; lines join the levels of one corruption."
+            plots.append(Plot(f"corrupted-{metric}", title, caption, traces, layout))
+    return Section("robustness", "Robustness", plots=tuple(plots))
+
+
+def _curves(run: Run, network: str, metric: str, versions: list[str]) -> list[Trace]:
+    """One network: a trace for each kind of corruption, which share a place in the legend."""
+    found = {row.data: row.metrics[metric] for row in run.rows if row.name == network and metric in row.metrics}
+    i, names = list(NETWORKS).index(network), dict(zip(versions, figures.distinct(versions), strict=True))
+    kinds: dict[str, list[str]] = {}
+    for version in found:
+        kinds.setdefault(version.partition(":")[0], []).append(version)
+    return [
+        figures.line(
+            network, [names[v] for v in part], [found[v] for v in part], NETWORKS[network], DASHES[i],
+            showlegend=not k, legendgroup=network, marker={"symbol": MARKS[i], "size": 9}, mode="lines+markers",
+        )
+        for k, part in enumerate(kinds.values())
+    ]  # fmt: skip

@@ -22,7 +22,7 @@ from dllp import report
 from dllp.cli.main import main
 from dllp.errors import ConfigError, DllpError
 from dllp.evaluation import examples
-from dllp.report import contents, figures, gallery, names, page
+from dllp.report import contents, figures, markup, page, trust
 from dllp.runs import artifacts
 from tests.support.commands import one_line
 from tests.support.pages import plots
@@ -45,7 +45,7 @@ def test_the_page_holds_everything(report_page: str) -> None:
     assert {"loss", "cost", "gates", "channels", "histograms", "reliability", "risk", "aleatoric", "latency"} <= set(
         shown
     )
-    assert report_page.count('<img src="data:image/png;base64,') == 2 * gallery.SHOWN
+    assert report_page.count('<img src="data:image/png;base64,') == 2 * trust.SHOWN
     for word in ("Budget: keep 30.0% of the FLOPs", "dllp prune", "particle 2"):
         assert word in report_page
 
@@ -133,9 +133,9 @@ def test_runs_on_different_test_examples_are_said_to_be(
 
 @given(st.text())
 def test_names_are_text(name: str) -> None:
-    for shown in (names.html_text(name), names.plot_text(name)):
-        assert "<" not in shown and ">" not in shown and names.plain(name, 10**6).isprintable()
-    assert '"' not in names.html_text(name)
+    for shown in (markup.html_text(name), markup.plot_text(name)):
+        assert "<" not in shown and ">" not in shown and markup.plain(name, 10**6).isprintable()
+    assert '"' not in markup.html_text(name)
     found = json.loads(page._embedded({"a": name}))
     assert found == {"a": name} and "<" not in page._embedded({"a": name})
 
@@ -177,6 +177,6 @@ def test_without_plotly_one_line_says_how_to_get_it(
 
 def test_kinds_do_not_mix(run: Path) -> None:
     found = contents.read(run)
-    other = contents.Run(**{**vars(found), "config": found.config | {"task": "regression"}})
+    other = replace(found, config=found.config | {"task": "regression"})
     with pytest.raises(DllpError, match="compare runs of one kind"):
         report.build([found, other])

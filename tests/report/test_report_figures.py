@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from dllp.cli import options
 from dllp.cli.report import command
 from dllp.cli.task import Task
 from dllp.evaluation import metrics
+from dllp.evaluation.examples import Examples
 from dllp.report import compare, contents, trust, weights
 from dllp.zoo import build
 from tests.support.pages import plots
@@ -36,14 +38,20 @@ def test_the_front_is_what_nobody_beats(pairs: list[tuple[int, int]]) -> None:
 
 
 def test_diagrams_agree_with_the_metrics() -> None:
-    p, y = (3 * torch.randn(400, 5)).softmax(1), torch.randint(5, (400,))
+    """Confidence and answer of single examples are drawn like the whole probabilities that they come from."""
+    p, y = (3 * torch.randn(300, 5)).softmax(1), torch.randint(5, (300,))
     confidence, predicted = p.max(1)
-    correct = predicted == y
-    mean, accuracy, count = trust.reliability(confidence, correct)
-    assert float((count * (mean - accuracy).abs()).sum() / len(y)) == pytest.approx(metrics.ece(p, y), abs=1e-6)
-    coverage, risk = trust.risk_coverage(confidence, correct)
-    assert float(risk.mean()) == pytest.approx(metrics.aurc(p, y), abs=1e-9)
-    assert coverage[-1] == 1 and float(risk[-1]) == pytest.approx(1 - metrics.accuracy(p, y))
+    found = Examples(y, {"particle 1": predicted}, {"particle 1": confidence}, confidence, 0 * confidence)
+    run = SimpleNamespace(examples=found, pictures=[], missing={})
+    section = trust.section(run)  # type: ignore[arg-type]
+    assert section is not None
+    reliability, risk = (plot.data[-1] for plot in section.plots[:2])
+    bins = metrics.reliability(p, y)
+    np.testing.assert_allclose([reliability["x"], reliability["y"]], [bins["confidence"], bins["accuracy"]], rtol=1e-4)
+    shares = [int(count) / len(y) for count in reliability["text"]]
+    np.testing.assert_allclose(shares, bins["share"])
+    assert np.mean(risk["y"]) == pytest.approx(metrics.aurc(p, y), abs=1e-4)
+    assert risk["x"][-1] == 1 and risk["y"][-1] == pytest.approx(1 - metrics.accuracy(p, y), abs=1e-4)
 
 
 def test_histograms_are_densities(run: Path) -> None:

@@ -34,7 +34,8 @@ pytest.importorskip("plotly", reason="needs plotly: pip install -e '.[report]'")
     ("run.json", '"phase": "', '"phase": "<b>'), ("run.json", '"multiplier": [', '"multiplier": ["x", '),
     ("evaluation.json", '"rows": [', '"rows": [3, '), ("evaluation.json", '"rows"', '"columns"'),
     ("evaluation.json", '"name": "dense"', '"name": 5'), ("log.jsonl", '"loss": [', '"loss": ["a", '),
-    ("run.json", '"conv1": [\n', '"conv1": [\n 4,\n'),
+    ("run.json", '"conv1": [\n', '"conv1": [\n 4,\n'), ("run.json", '"keep_flops": 0.3', '"keep_flops": "a"'),
+    ("run.json", '"sizes": [', '"sizes": [], "b": ['), ("run.json", '"out": [', '"out": [-1, '),
 ])  # fmt: skip
 def test_damaged_files_are_one_line(
     copied: Path, capsys: pytest.CaptureFixture[str], file: str, old: str, new: str

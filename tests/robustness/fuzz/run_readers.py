@@ -90,7 +90,7 @@ def reports(root: Path) -> list[Reader]:
         (folder / name).write_bytes(content)
         try:
             run = contents.read(folder)
-            sections = [part.section(run) for part in report.PARTS] + compare.sections([run, run])
+            sections = [section(run) for section in report.SECTIONS] + compare.sections([run, run])
             for plot in (plot for section in sections if section for plot in section.plots):
                 page._embedded(page._plot(plot))
         finally:
