@@ -17,8 +17,8 @@ from dllp.config import Config
 from dllp.posterior import posterior_of
 from dllp.prepare import Data
 from dllp.structure.groups import Structure
-from dllp.structure.padding import fill, kept_places, padded, widened
-from dllp.structure.slicing import Recipe, cut, recipe, restrict
+from dllp.structure.padding import fill, padded, widened
+from dllp.structure.slicing import Recipe, cut, kept_indices, recipe, restrict
 from dllp.training.state import RunState
 
 MULTIPLE = 8
@@ -33,7 +33,7 @@ def in_lanes(whole: nn.Module, structure: Structure, keep: Tensor) -> Verb:
 
     def run(model: nn.Module, data: Data, config: Config, **rest: Any) -> Result:
         wide, inner = _widen(whole, structure, keep)
-        places = kept_places(wide, inner)
+        places = kept_indices(wide, inner)
         fill(wide, model, places)
         result = hooked(train_dense, lambda state: _hold(state, places))(wide, data, config, **rest)
         small = cut(result.model, inner)
@@ -45,10 +45,10 @@ def in_lanes(whole: nn.Module, structure: Structure, keep: Tensor) -> Verb:
 
 def _widen(whole: nn.Module, structure: Structure, keep: Tensor) -> tuple[nn.Module, Recipe]:
     """The cut network with dead channels, and what of it is alive."""
-    more = widened(structure, keep, MULTIPLE)
     wide, _ = padded(whole, structure, keep, MULTIPLE)
-    groups = restrict(structure.groups, more, recipe(whole, structure.groups, more))
-    return wide, recipe(wide, groups, keep[more])
+    units = widened(structure, keep, structure.steps(MULTIPLE))
+    groups = restrict(structure.groups, units, recipe(whole, structure.groups, units))
+    return wide, recipe(wide, groups, keep[units])
 
 
 def _hold(state: RunState, places: dict[str, Tensor]) -> None:

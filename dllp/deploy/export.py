@@ -22,7 +22,8 @@ from dllp.errors import ConfigError, ExportError, check_count, first_line, is_wh
 from dllp.method.likelihood import split_noise
 from dllp.posterior import decompose, evaluating
 from dllp.structure.groups import chosen_again, discover
-from dllp.structure.padding import fill, kept_places, kept_units, padded
+from dllp.structure.padding import fill, kept_units, padded
+from dllp.structure.slicing import kept_indices
 from dllp.training.extract import plain
 
 Format = Literal["onnx", "pt2"]
@@ -171,7 +172,7 @@ def wider(result: Result, particle: int, shape: tuple[int, ...], multiple: int) 
     if not chosen.recipe:  # no channel is gone: there is none to add
         return chosen.network
     whole = plain(chosen.reference)
-    fill(whole, chosen.network, kept_places(whole, chosen.recipe))  # other methods train or mend what they have cut
+    fill(whole, chosen.network, kept_indices(whole, chosen.recipe))  # other methods train or mend what they have cut
     structure = discover(whole, inputs(2, shape), filter_fn=chosen_again(result.whole))
     return padded(whole, structure, kept_units(whole, structure, chosen.recipe), multiple)[0].eval()
 

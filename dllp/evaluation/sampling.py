@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from dllp.errors import ConfigError, DataError, check_count
 from dllp.method import gates
 from dllp.posterior import Posterior, posterior_of
 from dllp.structure.groups import chosen_again, discover
-from dllp.structure.slicing import Fold
+from dllp.structure.slicing import Fold, WeightFold, fold_in
 
 
 @undisturbed()
@@ -58,26 +57,12 @@ def sample_gates(
     return posterior_of(networks, result.posterior.noise.repeat_interleave(draws), result.config)
 
 
-class _Weights:
-    """Gates of single weights, in the order of the named parameters."""
-
-    def __init__(self, network: nn.Module, names: tuple[str, ...]) -> None:
-        parameters = dict(network.named_parameters())
-        self.shapes = {name: parameters[name].shape for name in names}
-        self.units = sum(shape.numel() for shape in self.shapes.values())
-
-    def __call__(self, parameters: Mapping[str, Tensor], z: Tensor) -> dict[str, Tensor]:
-        parts = z.split([shape.numel() for shape in self.shapes.values()])
-        pairs = zip(self.shapes.items(), parts, strict=True)
-        return {name: parameters[name] * part.view(shape) for (name, shape), part in pairs}
-
-
-def _fold(result: Result, network: nn.Module, gated: tuple[str, ...], example: Tensor) -> Fold | _Weights:
-    """What turns gates (U,) into effective weights."""
+def _fold(result: Result, network: nn.Module, gated: tuple[str, ...], example: Tensor) -> Fold | WeightFold:
+    """The fold that turns gates (U,) into effective weights."""
     units = result.gates["logits"].shape[1]
     if gated:
-        weights = _Weights(network, gated)
-        found, fold = weights.units, weights
+        fold = WeightFold({name: network.get_parameter(name).shape for name in gated})
+        found = sum(fold.sizes)
     else:
         structure = discover(network, example[:2].cpu(), filter_fn=chosen_again(result.whole))
         found, fold = structure.units, Fold(network, structure.groups)
@@ -86,10 +71,7 @@ def _fold(result: Result, network: nn.Module, gated: tuple[str, ...], example: T
     return fold
 
 
-@torch.no_grad()
-def _gated(reference: nn.Module, fold: Fold | _Weights, z: Tensor) -> nn.Module:
+def _gated(reference: nn.Module, fold: Fold | WeightFold, z: Tensor) -> nn.Module:
     network = copy.deepcopy(reference).eval()
-    parameters = dict(network.named_parameters())
-    for name, weight in fold(parameters, z).items():
-        parameters[name].copy_(weight)
+    fold_in(network, fold, z)
     return network

@@ -15,7 +15,7 @@ from dllp.api import Result
 from dllp.errors import ArtifactError, ConfigError, is_whole
 from dllp.method import weight_laws
 from dllp.records import ExtractedParticle
-from dllp.training.particles import Layout, kept_coordinates
+from dllp.structure.slicing import kept_indices
 
 Array = NDArray[np.float64]
 PARTS = ("before", "kept", "removed")
@@ -91,13 +91,11 @@ def split(particle: ExtractedParticle) -> dict[str, dict[str, Array]]:
         names = [name.removesuffix(".weight") for name in particle.gated]
         masks = {name: after[name] != 0 for name in names}
         return {name: _parts(before[name], after[name][mask], mask) for name, mask in masks.items()}
-    layout = Layout(particle.reference)
-    coordinates = kept_coordinates(particle.reference, layout, particle.recipe)
+    kept = kept_indices(particle.reference, particle.recipe)
     masks = {
-        # a weight that is computed from others has no place in a row: its layer is kept whole
-        name: segment.view(coordinates).numpy().ravel() if segment else np.ones(len(values), dtype=bool)
+        # a weight that is computed from others is no parameter: its layer is kept whole
+        name: np.isin(np.arange(len(values)), kept.get(f"{name}.weight", np.arange(len(values))))
         for name, values in before.items()
-        for segment in [layout.segments.get(f"{name}.weight")]
     }
     return {name: _parts(before[name], after[name], mask) for name, mask in masks.items()}
 

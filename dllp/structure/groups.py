@@ -82,6 +82,11 @@ class Structure:
             counts.append(unit_counts(roots[0], 0, group.units).long().clamp(min=1))
         return torch.cat(counts) if counts else torch.zeros(0, dtype=torch.int64)
 
+    def steps(self, multiple: int) -> list[int]:
+        """Smallest number of units in each group that makes a multiple of so many channels."""
+        per_unit = self.channels_per_unit
+        return [multiple // math.gcd(multiple, int(per_unit[part.start])) for part in self.slices]
+
 
 def discover(
     model: nn.Module, example: Tensor | tuple, *, filter_fn: FilterFn | None = None, channels: bool = True

@@ -1,19 +1,82 @@
-"""Kept channels brought to multiples that a runtime likes: padded without changing the function, or rounded.
+"""Kept channels brought to multiples that fast kernels want: padded with dead channels, or rounded.
 
-onnxruntime's fast convolutions work on blocks of channels and want multiples of 4; others fall back to slower kernels.
+onnxruntime's fast convolutions work on blocks of 4 channels, tensor cores on 8; other widths fall back to slower ones.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from dllp.errors import StructureError
 from dllp.structure.groups import Structure
-from dllp.structure.slicing import Fold, Recipe, copied, cut, recipe, restrict
+from dllp.structure.slicing import Fold, Recipe, cut, fold_in, recipe, restrict
+
+
+def widened(structure: Structure, keep: Tensor, steps: Sequence[int], priority: Tensor | None = None) -> Tensor:
+    """(U,) bool: the kept units and as many more as make each group a multiple of its step in `steps`, or whole.
+
+    Units are added in descending order of `priority` (U,), by default in the order of their indices.
+    """
+    counts = [-(-int(keep[part].sum()) // step) * step for part, step in zip(structure.slices, steps, strict=True)]
+    return _with_counts(structure, keep, counts, priority)
+
+
+def closing_fold(network: nn.Module, structure: Structure, wide: Tensor, keep: Tensor) -> tuple[Fold, Tensor]:
+    """The fold of a network that was cut to the units of `wide` (U,), and its gates: 0 for units not in `keep` (U,)."""
+    groups = restrict(structure.groups, wide, recipe(network, structure.groups, wide))
+    return Fold(network, groups), keep[wide].float()
+
+
+def padded(model: nn.Module, structure: Structure, keep: Tensor, multiple: int) -> tuple[nn.Module, float]:
+    """The cut network with dead channels up to a multiple, its outputs unchanged; and its multiply-accumulates.
+
+    Args:
+        model: M_0, a particle in its full shape.
+        structure: Its groups.
+        keep: (U,) bool.
+        multiple: Widths of groups that lost channels become multiples of this, or whole again.
+    """
+    wide = widened(structure, keep, structure.steps(multiple))
+    network = cut(model, recipe(model, structure.groups, wide))
+    fold_in(network, *closing_fold(network, structure, wide, keep))
+    return network, _macs(structure, wide)
+
+
+def rounded(model: nn.Module, structure: Structure, keep: Tensor, multiple: int) -> tuple[nn.Module, float]:
+    """What `round_to` would have made of the same budget: another network, for measuring time only; and its MACs."""
+    units, kept = [group.units for group in structure.groups], [int(keep[part].sum()) for part in structure.slices]
+    steps, budget = structure.steps(multiple), _macs(structure, keep)
+    counts = [
+        k if k == most else min(max(k // step * step, step), most)
+        for k, most, step in zip(kept, units, steps, strict=True)
+    ]
+    grown = True
+    while grown:  # what rounding down has saved goes to the groups that lost most
+        grown = False
+        for g in sorted(range(len(counts)), key=lambda g: counts[g] - kept[g]):
+            more = [*counts[:g], min(counts[g] + steps[g], units[g]), *counts[g + 1 :]]
+            if more != counts and _macs(structure, _with_counts(structure, keep, more)) <= budget:
+                counts, grown = more, True
+    chosen = _with_counts(structure, keep, counts)
+    return cut(model, recipe(model, structure.groups, chosen)), _macs(structure, chosen)
+
+
+def _with_counts(structure: Structure, keep: Tensor, counts: Sequence[int], priority: Tensor | None = None) -> Tensor:
+    """(U,) bool with so many units in each group: those of `keep` first, then others in order of `priority`."""
+    result = torch.zeros_like(keep)
+    for part, count in zip(structure.slices, counts, strict=True):
+        kept = keep[part]
+        order = torch.arange(len(kept)) if priority is None else priority[part].argsort(descending=True, stable=True)
+        order = order[kept[order].int().argsort(descending=True, stable=True)]
+        result[part.start + order[:count]] = True
+    return result
+
+
+def _macs(structure: Structure, keep: Tensor) -> float:
+    return structure.flops.expected(keep.double()).item()
 
 
 def kept_units(model: nn.Module, structure: Structure, kept: Recipe) -> Tensor:
@@ -30,92 +93,11 @@ def kept_units(model: nn.Module, structure: Structure, kept: Recipe) -> Tensor:
     return keep
 
 
-def kept_places(model: nn.Module, kept: Recipe) -> dict[str, Tensor]:
-    """Where in each flat tensor of a network the numbers are that a recipe keeps."""
-    counted = copied(model).cpu()
-    for tensor in (*counted.parameters(), *counted.buffers()):
-        tensor.requires_grad_(False)
-        tensor.data = torch.arange(tensor.numel(), dtype=torch.float64).view(tensor.shape)
-    return {name: places.long().flatten() for name, places in cut(counted, kept).state_dict().items()}
-
-
 @torch.no_grad()
 def fill(model: nn.Module, small: nn.Module, places: Mapping[str, Tensor]) -> None:
-    """Give what a recipe keeps of a network the weights and statistics of the network that was cut by it."""
+    """Write a cut network's parameters and buffers back into the full one, at `places` from `kept_indices`."""
     values = small.state_dict()
     for name, tensor in model.state_dict().items():
         flat = tensor.flatten()
-        flat[places[name]] = values[name].flatten().to(tensor.dtype)
+        flat[places[name].flatten()] = values[name].flatten().to(tensor.dtype)
         tensor.copy_(flat.view_as(tensor))  # which may not be contiguous
-
-
-def widened(structure: Structure, keep: Tensor, multiple: int) -> Tensor:
-    """(U,) bool: the kept units, and as many more in each group as make a multiple, or all."""
-    return _widths(structure, keep, [_ceil(*sizes, multiple) for sizes in _sizes(structure, keep)])
-
-
-def padded(model: nn.Module, structure: Structure, keep: Tensor, multiple: int) -> tuple[nn.Module, float]:
-    """The cut network with dead channels up to a multiple, its outputs unchanged; and its multiply-accumulates.
-
-    Args:
-        model: M_0, a particle in its full shape.
-        structure: Its groups.
-        keep: (U,) bool.
-        multiple: Widths of groups that lost channels become multiples of this, or whole again.
-    """
-    more = widened(structure, keep, multiple)
-    kept = recipe(model, structure.groups, more)
-    network = cut(model, kept)
-    parameters = dict(network.named_parameters())
-    fold = Fold(network, restrict(structure.groups, more, kept))
-    with torch.no_grad():
-        for name, weight in fold(parameters, keep[more].float()).items():
-            parameters[name].copy_(weight)
-    return network, _macs(structure, more)
-
-
-def rounded(model: nn.Module, structure: Structure, keep: Tensor, multiple: int) -> tuple[nn.Module, float]:
-    """What `round_to` would have made of the same budget: another network, for measuring time only; and its MACs."""
-    sizes, budget = _sizes(structure, keep), _macs(structure, keep)
-    steps = [_step(per_unit, multiple) for _, _, per_unit in sizes]
-    counts = [
-        kept if kept == units else min(max(kept // step * step, step), units)
-        for (kept, units, _), step in zip(sizes, steps, strict=True)
-    ]
-    grown = True
-    while grown:  # what the rounding down left over goes to the groups that lost most
-        grown = False
-        for g in sorted(range(len(counts)), key=lambda g: counts[g] - sizes[g][0]):
-            more = [*counts[:g], min(counts[g] + steps[g], sizes[g][1]), *counts[g + 1 :]]
-            if more != counts and _macs(structure, _widths(structure, keep, more)) <= budget:
-                counts, grown = more, True
-    chosen = _widths(structure, keep, counts)
-    return cut(model, recipe(model, structure.groups, chosen)), _macs(structure, chosen)
-
-
-def _sizes(structure: Structure, keep: Tensor) -> list[tuple[int, int, int]]:
-    """Kept units, all units and channels in each unit, of each group."""
-    per_unit = structure.channels_per_unit
-    return [(int(keep[p].sum()), p.stop - p.start, int(per_unit[p.start])) for p in structure.slices]
-
-
-def _step(per_unit: int, multiple: int) -> int:
-    """Units that make a multiple of channels."""
-    return multiple // math.gcd(multiple, per_unit)
-
-
-def _ceil(kept: int, units: int, per_unit: int, multiple: int) -> int:
-    step = _step(per_unit, multiple)
-    return min(-(-kept // step) * step, units)
-
-
-def _widths(structure: Structure, keep: Tensor, counts: list[int]) -> Tensor:
-    """(U,) bool with so many units in each group, those of `keep` first."""
-    result = torch.zeros_like(keep)
-    for part, count in zip(structure.slices, counts, strict=True):
-        result[part.start + keep[part].int().argsort(descending=True, stable=True)[:count]] = True
-    return result
-
-
-def _macs(structure: Structure, keep: Tensor) -> float:
-    return structure.flops.expected(keep.double()).item()

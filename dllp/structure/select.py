@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -30,10 +28,8 @@ def select(structure: Structure, logits: Tensor, *, cost: Cost, keep: float | No
     owners: list[int] = []
     means: list[float] = []
     kept = torch.zeros(structure.units, dtype=torch.bool)
-    per_unit = structure.channels_per_unit
-    for g, part in enumerate(structure.slices):
+    for g, (part, step) in enumerate(zip(structure.slices, structure.steps(round_to), strict=True)):
         order = scores[part].argsort(descending=True, stable=True) + part.start
-        step = round_to // math.gcd(round_to, int(per_unit[part.start]))
         best, *others = order.split(step)
         kept[best] = True
         chunks += others

@@ -1,13 +1,13 @@
-"""Cutting a network along kept channels, and the gated network that equals the cut one.
+"""The cut of a network to its kept channels, and the gated network that equals it.
 
-A channel is gone when nobody listens to it, so gates multiply the input axis of every weight that mixes channels;
+A channel that no layer reads has no effect, so gates multiply the input axis of every weight that mixes channels;
 operations on single channels (norms, activations, depth-wise convolutions, pooling) need none.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -28,9 +28,9 @@ Side = Literal["out", "in"]
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """One side of one module that a group cuts; `unit` (size of the side,) is the group's unit of each channel.
+    """One side of one module that a group cuts; `unit` (channels of the side,) maps each channel to its unit.
 
-    `unit` is -1 where a channel is not of this group (concatenations). Per-channel modules have the side `out` only.
+    `unit` is -1 for a channel of another group (concatenations). Per-channel modules have the side `out` only.
     """
 
     module: str
@@ -40,7 +40,7 @@ class Slice:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Channels that live and die together: one gate for each unit; `name` is the first producer."""
+    """Coupled channels in units that can only be removed as one; `name` is the first layer that produces them."""
 
     name: str
     units: int
@@ -53,7 +53,7 @@ def is_depthwise(module: nn.Module) -> bool:
 
 
 def side_sizes(module: nn.Module) -> dict[Side, int]:
-    """Number of channels on each side that can be cut; empty for a module that cannot be."""
+    """Number of channels on each side that can be cut; empty for a module that cannot be cut."""
     if isinstance(module, _ConvNd):
         sizes: dict[Side, int] = {"out": module.out_channels}
         return sizes if is_depthwise(module) else {**sizes, "in": module.in_channels}
@@ -74,7 +74,7 @@ def _sub(model: nn.Module, name: str) -> nn.Module:
 
 
 def recipe(model: nn.Module, groups: Sequence[Group], keep: Tensor) -> Recipe:
-    """keep (U,) bool, groups concatenated in order -> kept indices of every side that loses channels."""
+    """keep (U,) bool, groups concatenated in order -> kept channels of every side that loses some."""
     total = sum(group.units for group in groups)
     if keep.shape != (total,):
         raise StructureError(f"keep has shape {tuple(keep.shape)}, but the groups have {total} units")
@@ -94,32 +94,39 @@ def recipe(model: nn.Module, groups: Sequence[Group], keep: Tensor) -> Recipe:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A deep copy; what a forward left behind (features kept, weights computed by hooks) without its history.
+    """A deep copy; tensors that a forward stored on modules (features, weights from hooks) are detached.
 
-    PyTorch copies no tensor that was computed with gradients.
+    PyTorch refuses to copy a tensor that was computed with gradients.
     """
-    left = [leaf for module in model.modules() for leaf in tree_leaves(_attributes(module)) if _is_computed(leaf)]
+    stored = [value for m in model.modules() for k, value in vars(m).items() if k not in ("_modules", "_parameters")]
+    computed = [leaf for leaf in tree_leaves(stored) if isinstance(leaf, Tensor) and not leaf.is_leaf]
     try:
-        return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in left})
+        return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in computed})
     except Exception as error:
         raise StructureError(f"the network cannot be copied: {first_line(error)}") from error
 
 
-def _attributes(module: nn.Module) -> list[Any]:
-    return [value for key, value in vars(module).items() if key not in ("_modules", "_parameters")]
-
-
-def _is_computed(value: Any) -> bool:
-    return isinstance(value, Tensor) and not value.is_leaf
-
-
 def cut(model: nn.Module, recipe: Recipe) -> nn.Module:
-    """A deep copy with only the kept channels of each side in `recipe`; the model itself stays as it is."""
+    """A deep copy with only the kept channels of each side in `recipe`; the model itself is left unchanged."""
     checked = {name: _checked(name, _sub(model, name), sides) for name, sides in _items(recipe, "the recipe")}
     result = copied(model)
     for name, sides in checked.items():
         _cut_module(result.get_submodule(name), sides)
     return result
+
+
+def kept_indices(model: nn.Module, recipe: Recipe) -> dict[str, Tensor]:
+    """{name: int64 in the shape of the cut tensor}: where each kept number lies in the flat tensor before the cut.
+
+    For all parameters and buffers, found by the cut of a copy whose tensors count their own elements.
+    """
+    indices = copied(model).cpu()
+    for tensor in (*indices.parameters(), *indices.buffers()):
+        tensor.requires_grad_(False)  # float64 counts exactly, and any tensor may hold it: bool and uint8 cannot count
+        tensor.data = torch.arange(tensor.numel(), dtype=torch.float64).view(tensor.shape)
+    small = cut(indices, recipe)
+    named = (*small.named_parameters(remove_duplicate=False), *small.named_buffers(remove_duplicate=False))
+    return {name: tensor.data.long() for name, tensor in named}
 
 
 def _items(value: Any, what: str) -> Iterable[tuple[str, Any]]:
@@ -129,7 +136,7 @@ def _items(value: Any, what: str) -> Iterable[tuple[str, Any]]:
 
 
 def _checked(name: str, module: nn.Module, sides: Any) -> dict[str, Tensor]:
-    """Kept indices as int64 vectors, after checks for recipes written by strangers."""
+    """Kept channels of each side as int64 vectors; StructureError for a recipe (read from a file) that cannot be."""
     sizes = side_sizes(module)
     result = {}
     for side, indices in _items(sides, f"the recipe of {name!r}"):
@@ -154,7 +161,7 @@ def _checked(name: str, module: nn.Module, sides: Any) -> dict[str, Tensor]:
 
 
 def _replace(module: nn.Module, name: str, value: Tensor) -> None:
-    """Give a tensor new values in place, so that its class, requires_grad and sharing stay."""
+    """Set a tensor's data, which leaves its class, requires_grad and sharing as they were."""
     old = getattr(module, name)
     if value.dim() == 4 and not old.is_contiguous() and old.is_contiguous(memory_format=torch.channels_last):
         value = value.contiguous(memory_format=torch.channels_last)
@@ -186,7 +193,7 @@ def _cut_module(module: nn.Module, sides: dict[str, Tensor]) -> None:
 
 
 def _cut_weight(module: nn.Module, out: Tensor | None, into: Tensor | None) -> Tensor:
-    """Rows and columns of a weight, taken within each group of a grouped convolution."""
+    """The kept outputs and inputs of a weight, each group of a grouped convolution with its own."""
     weight: Tensor = module.weight.data  # type: ignore[assignment, union-attr]
     parts = getattr(module, "groups", 1)
     transposed = isinstance(module, _ConvTransposeNd)
@@ -202,7 +209,7 @@ def _cut_weight(module: nn.Module, out: Tensor | None, into: Tensor | None) -> T
 
 
 def restrict(groups: Sequence[Group], keep: Tensor, recipe: Recipe) -> list[Group]:
-    """keep (U,) bool and its recipe -> the groups of the cut network, with only the kept units."""
+    """keep (U,) bool and its recipe -> the groups of the cut network: the kept units, renumbered."""
     result = []
     for group, part in zip(groups, keep.cpu().split([group.units for group in groups]), strict=True):
         units = torch.cat([part.cumsum(0) - 1, torch.tensor([-1])])  # unit -1 reads the last entry
@@ -234,7 +241,7 @@ class Fold:
             axis = 0 if isinstance(module, _ConvTransposeNd) else 1
             shape = [1] * module.weight.dim()  # type: ignore[union-attr, operator]
             shape[axis] = module.weight.shape[axis]  # type: ignore[union-attr, index, assignment]
-            # Every group of a grouped convolution loses the same local channels: the first one tells them.
+            # Every group of a grouped convolution loses the same local channels: those of the first stand for all.
             index[name] = index[name][: shape[axis]]
             self._shapes.append(tuple(shape))
         self.names: list[str] = [f"{name}.weight" for name in index]
@@ -258,10 +265,48 @@ class Fold:
         return result
 
 
+class WeightFold:
+    """Gates of single weights, multiplied into the named parameters one after the other.
+
+    Args:
+        shapes: Shape of each gated parameter, by its name.
+        channels_last: Names of those whose gates are in the order of channels-last memory.
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size], channels_last: Container[str] = ()) -> None:
+        self.shapes, self.channels_last = dict(shapes), channels_last
+        self.sizes = [shape.numel() for shape in self.shapes.values()]
+
+    def split(self, values: Tensor) -> dict[str, Tensor]:
+        """(..., U) -> {name: (..., *shape)}: the values of each parameter, as views."""
+        result = {}
+        for (name, shape), part in zip(self.shapes.items(), values.split(self.sizes, dim=-1), strict=True):
+            if name in self.channels_last:
+                o, i, h, w = shape
+                result[name] = part.unflatten(-1, (o, h, w, i)).movedim(-1, -3)
+            else:
+                result[name] = part.unflatten(-1, shape)
+        return result
+
+    def __call__(self, parameters: Mapping[str, Tensor], gates: Tensor) -> dict[str, Tensor]:
+        """gates (U,) -> the effective weight of every named parameter, in the weight's own dtype."""
+        return {name: parameters[name] * gate.to(parameters[name].dtype) for name, gate in self.split(gates).items()}
+
+
+@torch.no_grad()
+def fold_in(network: nn.Module, fold: Fold | WeightFold, gates: Tensor) -> tuple[str, ...]:
+    """Multiply a network's weights by their gates (U,) in place; the names of the parameters."""
+    parameters = dict(network.named_parameters())
+    weights = fold(parameters, gates)
+    for name, weight in weights.items():
+        parameters[name].copy_(weight)
+    return tuple(weights)
+
+
 def difference(model: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...]) -> float | None:
     """Largest difference of gated and cut network, relative to the largest output; None where shapes differ.
 
-    An error that the cut network raises passes through; not-a-number counts as an infinite difference.
+    NaN counts as an infinite difference. Errors of the cut network are not caught.
     """
     parameters = dict(model.named_parameters())
     device = next(iter(parameters.values())).device

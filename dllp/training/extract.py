@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dllp.records import ExtractedParticle, Size
 from dllp.structure.groups import verify
-from dllp.structure.slicing import copied, cut
+from dllp.structure.slicing import copied, cut, fold_in
 from dllp.training.gating import ChannelGating, WeightGating
 from dllp.training.particles import Particles
 
@@ -41,12 +41,8 @@ def plain(network: nn.Module) -> nn.Module:
 
 def _zeroed(network: nn.Module, gating: WeightGating, keep: Tensor) -> ExtractedParticle:
     reference, pruned = plain(network), plain(network)
-    with torch.no_grad():
-        weights = gating.weights(dict(network.named_parameters()), keep.to(next(network.parameters()).dtype))
-        parameters = dict(pruned.named_parameters())
-        for name, weight in weights.items():
-            parameters[name].copy_(weight)
-    return ExtractedParticle(pruned, reference, gated=tuple(weights), keep=gating.in_order(keep[None])[0].cpu())
+    names = fold_in(pruned, gating.fold, keep.cpu())
+    return ExtractedParticle(pruned, reference, gated=names, keep=gating.in_order(keep[None])[0].cpu())
 
 
 def costs(gating: ChannelGating | WeightGating, keep: Tensor) -> tuple[list[Size], dict[str, list[int]]]:

@@ -64,7 +64,7 @@ class Forward:
         self.networks = []
         if self.lane > 1:
             parts = zip(self.particles.sliced, padded, keep, strict=True)
-            self.closed = [gating.closed(part.network, part.recipe, pad, row) for part, pad, row in parts]
+            self.closed = [gating.closed(part.network, pad, row) for part, pad, row in parts]
 
     def __call__(self, i: int, x: Tensor, gates: Tensor | None) -> Tensor:
         """(B, ...) inputs and particle i's gates (U,) -> (B, C) outputs; without gates all are open."""

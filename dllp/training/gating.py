@@ -16,8 +16,9 @@ from torch.nn.utils import parametrize
 from dllp.config import Counted
 from dllp.errors import StructureError
 from dllp.structure.groups import FilterFn, Structure, allowed
+from dllp.structure.padding import closing_fold, widened
 from dllp.structure.select import select
-from dllp.structure.slicing import Fold, Recipe, recipe, restrict
+from dllp.structure.slicing import Fold, Recipe, WeightFold, recipe
 from dllp.training.particles import Layout, kept_coordinates
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.modules.instancenorm._InstanceNorm)
@@ -104,19 +105,17 @@ class ChannelGating:
         return kept_coordinates(network, layout, self.recipe(network, keep))
 
     def padded(self, keep: Tensor, logits: Tensor, lane: int) -> Tensor:
-        """(U,) decisions -> the same with the likeliest closed units of each group added up to a multiple of `lane`."""
-        result = keep.cpu().clone()
-        for part in self.structure.slices:
-            kept, order = result[part], logits[part].cpu().argsort(descending=True, stable=True)
-            missing = min(-int(kept.sum()) % lane, int((~kept).sum()))
-            kept[order[~kept[order]][:missing]] = True
-        return result
+        """(U,) decisions -> the same with the likeliest closed units of each group added up to a multiple of `lane`.
 
-    def closed(self, network: nn.Module, recipe: Recipe, padded: Tensor, keep: Tensor) -> tuple[Fold, Tensor]:
-        """The fold of a network that was cut to `padded`, and its gates: 0 for what only pads."""
-        groups = restrict(self.structure.groups, padded, recipe)
+        Of units, not channels: each group of a grouped convolution then has such a width.
+        """
+        return widened(self.structure, keep.cpu(), [lane] * len(self.structure.groups), logits.cpu())
+
+    def closed(self, network: nn.Module, padded: Tensor, keep: Tensor) -> tuple[Fold, Tensor]:
+        """The fold of a network that was cut to `padded`, and its gates: 0 for units that only pad."""
+        fold, gates = closing_fold(network, self.structure, padded, keep.cpu())
         device = next(network.parameters()).device
-        return Fold(network, groups).to(device), keep.cpu()[padded].to(device, torch.float32)
+        return fold.to(device), gates.to(device)
 
 
 class WeightGating:
@@ -135,12 +134,12 @@ class WeightGating:
         self.largest = sorted(self.whole, key=lambda name: -held[name])[:3]
         if not modules:
             raise StructureError(f"the network has no weights to gate: {self._reasons()}")
-        self.segments = [layout.segments[f"{name}.weight"] for name, _ in modules]
-        sizes = [segment.shape.numel() for segment in self.segments]
+        segments = [layout.segments[f"{name}.weight"] for name, _ in modules]
+        self.fold = WeightFold({s.name: s.shape for s in segments}, {s.name for s in segments if s.channels_last})
+        sizes = self.fold.sizes
         self.units = sum(sizes)
         self.stored = torch.ones(self.units, dtype=torch.int64)
-        self.starts = [sum(sizes[:k]) for k in range(len(sizes))]
-        coordinates = torch.cat([torch.arange(s.offset, s.offset + s.shape.numel()) for s in self.segments])
+        coordinates = torch.cat([torch.arange(s.offset, s.offset + s.shape.numel()) for s in segments])
         self.scales = Scales(
             coordinates[:, None].to(device),
             torch.ones(self.units, device=device),
@@ -153,17 +152,7 @@ class WeightGating:
         self.params = LinearCost(torch.ones_like(self.flops.price), structure.params.dense)
 
     def weights(self, parameters: Mapping[str, Tensor], gates: Tensor) -> dict[str, Tensor]:
-        effective = {}
-        for segment, start in zip(self.segments, self.starts, strict=True):
-            gate = gates[start : start + segment.shape.numel()]
-            if segment.channels_last:
-                o, i, h, w = segment.shape
-                gate = gate.view(o, h, w, i).permute(0, 3, 1, 2)
-            else:
-                gate = gate.view(segment.shape)
-            weight = parameters[segment.name]
-            effective[segment.name] = weight * gate.to(weight.dtype)
-        return effective
+        return self.fold(parameters, gates)
 
     def _reasons(self) -> str:
         """Why the largest modules without gates have none, in a few words."""
@@ -174,14 +163,7 @@ class WeightGating:
 
     def in_order(self, values: Tensor) -> Tensor:
         """(n, U) -> (n, U): each parameter's values in its own order, whatever memory format it is trained in."""
-        parts = []
-        for segment, start in zip(self.segments, self.starts, strict=True):
-            part = values[:, start : start + segment.shape.numel()]
-            if segment.channels_last:
-                o, i, h, w = segment.shape
-                part = part.view(-1, o, h, w, i).permute(0, 1, 4, 2, 3).flatten(1)
-            parts.append(part)
-        return torch.cat(parts, dim=1)
+        return torch.cat([part.flatten(1) for part in self.fold.split(values).values()], dim=1)
 
     def slab_coordinates(self, network: nn.Module, layout: Layout, keep: Tensor) -> Tensor:
         """(U,) decisions -> (P,) bool: every coordinate but the closed weights."""

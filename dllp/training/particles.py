@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dllp.config import Config
 from dllp.errors import StructureError
 from dllp.structure.initialise import reinitialise
-from dllp.structure.slicing import Recipe, copied, cut
+from dllp.structure.slicing import Recipe, copied, cut, kept_indices
 
 ALIGN = 16  # elements; every segment starts on a 64-byte boundary
 JITTER = 0.1
@@ -257,47 +257,40 @@ def jitter(network: nn.Module, amount: float, seed: int) -> None:
                 parameter.add_(noise, alpha=amount * float(parameter.std()))
 
 
-def atlas(network: nn.Module, layout: Layout) -> nn.Module:
-    """A copy of the network whose parameters hold their own coordinates in a row: cut it to see what remains."""
-    charted = copied(network).cpu().double()
-    count = torch.arange(layout.size, dtype=torch.float64)
-    for name, parameter in charted.named_parameters():
-        parameter.data = layout.segments[name].view(count)
-    return charted
+def parameter_coordinates(network: nn.Module, layout: Layout, recipe: Recipe) -> dict[str, Tensor]:
+    """Each parameter of the cut network -> its coordinates in a full row, in its shape."""
+    row, kept = torch.arange(layout.size), kept_indices(network, recipe)
+    return {name: segment.view(row).flatten()[kept[name]] for name, segment in layout.segments.items()}
 
 
 def kept_coordinates(network: nn.Module, layout: Layout, recipe: Recipe) -> Tensor:
     """(P,) bool: the coordinates of a full row that remain after the cut."""
     mask = torch.zeros(layout.size, dtype=torch.bool)
-    for parameter in cut(atlas(network, layout), recipe).parameters():
-        mask[parameter.data.long().flatten()] = True
+    for coordinates in parameter_coordinates(network, layout, recipe).values():
+        mask[coordinates] = True
     return mask
 
 
 def slice_particle(network: nn.Module, layout: Layout, recipe: Recipe, slab: Recipe, channels_last: bool) -> Sliced:
-    """Cut the network, and find each remaining parameter's coordinate by cutting its atlas alike."""
+    """The cut network on a compact row, with each element's coordinate in the full row."""
     first = next(network.parameters())
-    small, charted = cut(network, recipe), cut(atlas(network, layout), recipe)
+    small = cut(network, recipe)
     compact = Layout(small, channels_last)
     row = torch.zeros(compact.size, dtype=first.dtype, device=first.device)
     compact.bind(small, row)
     coordinates = torch.full((compact.size,), layout.spare, dtype=torch.int64)
-    for name, parameter in charted.named_parameters():
-        compact.segments[name].view(coordinates).copy_(parameter.data.long())
+    for name, kept in parameter_coordinates(network, layout, recipe).items():
+        compact.segments[name].view(coordinates).copy_(kept)
     return Sliced(small, recipe, slab, compact, row, torch.zeros_like(row), coordinates.to(first.device))
 
 
 def scatter_buffers(network: nn.Module, part: Sliced) -> None:
     """Write the slab's buffers (running statistics) to their places in the full network."""
-    charted = copied(network).cpu().double()
-    for buffer in charted.buffers():
-        # in float64 whatever the buffer holds: bool and uint8 cannot count
-        buffer.data = torch.arange(buffer.numel(), dtype=torch.float64).view(buffer.shape)
-    positions, slab = (dict(cut(charted, recipe).named_buffers()) for recipe in (part.recipe, part.slab))
+    wide, slab = (kept_indices(network, recipe) for recipe in (part.recipe, part.slab))
     values = dict(part.network.named_buffers())
     for name, buffer in network.named_buffers():
-        places = positions[name].long().flatten()
-        ours = torch.isin(places, slab[name].long())
+        places = wide[name].flatten()
+        ours = torch.isin(places, slab[name])
         flat = buffer.flatten()
         flat[places[ours].to(buffer.device)] = values[name].flatten()[ours.to(buffer.device)]
         buffer.copy_(flat.view(buffer.shape))

@@ -11,8 +11,8 @@ import torch
 from dllp.baselines import METHODS, find, finetune, run
 from dllp.config import Config
 from dllp.structure.groups import discover
-from dllp.structure.padding import fill, kept_places
-from dllp.structure.slicing import cut, recipe
+from dllp.structure.padding import fill
+from dllp.structure.slicing import cut, kept_indices, recipe
 from dllp.zoo.small import small_cnn, small_resnet
 from tests.support.families import FAMILIES
 from tests.support.scenes import DIGITS
@@ -61,7 +61,7 @@ def test_a_widened_network_computes_the_same_however_channels_are_coupled(name: 
             if tensor.is_floating_point():
                 tensor.mul_(1.1)
     wide, inner = finetune._widen(whole, structure, keep)
-    fill(wide, small, kept_places(wide, inner))
+    fill(wide, small, kept_indices(wide, inner))
     torch.testing.assert_close(wide(x), small(x), rtol=1e-12, atol=1e-12)
     again = cut(wide, inner).state_dict()
     assert all(torch.equal(again[key], value) for key, value in small.state_dict().items())

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from dllp.errors import StructureError
 from dllp.structure.groups import discover, verify
-from dllp.structure.slicing import Fold, Group, Slice, cut, difference, recipe
+from dllp.structure.slicing import Fold, Group, Slice, WeightFold, cut, difference, kept_indices, recipe
 from tests.support import families, networks
 from tests.support.slices import random_keep, scrambled
 
@@ -102,6 +102,51 @@ def test_recipes_of_strangers(bad: object, message: str) -> None:
 def test_grouped_convolutions_lose_equally_many() -> None:
     with pytest.raises(StructureError, match="equally many"):
         cut(networks.grouped(), {"features.2.0": {"in": [0, 1, 2, 4]}})
+
+
+KINDS = [nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sides", [("out",), ("in",), ("out", "in")])
+def test_every_group_of_a_grouped_convolution_keeps_its_own_channels(kind: type, sides: tuple[str, ...]) -> None:
+    """The groups keep different local channels; the reference is the whole convolution with the others at 0."""
+    conv = kind(8, 12, 3, groups=4).double()
+    keep = {"in": [0, 3, 4, 7], "out": [0, 1, 3, 5, 7, 8, 9, 10]}  # of 2 inputs and 3 outputs in each group
+    into, out = (keep[side] if side in sides else list(range(size)) for side, size in (("in", 8), ("out", 12)))
+    small = cut(nn.Sequential(conv), {"0": {side: keep[side] for side in sides}})
+    x = torch.randn(2, 8, *[5] * (conv.weight.dim() - 2), dtype=torch.float64)
+    alone = torch.zeros_like(x)
+    alone[:, into] = x[:, into]
+    torch.testing.assert_close(small(x[:, into]), conv(alone)[:, out], rtol=1e-12, atol=1e-12)
+    assert (small[0].in_channels, small[0].out_channels, small[0].groups) == (len(into), len(out), 4)
+
+
+def test_kept_indices_are_places_in_the_full_tensors() -> None:
+    model = networks.grouped()
+    model.register_buffer("flags", torch.tensor([True, False]), persistent=False)
+    groups = discover(model, networks.images()).groups
+    chosen = recipe(model, groups, random_keep(groups, 3))
+    small, found = cut(model, chosen), kept_indices(model, chosen)
+    for named in ("named_parameters", "named_buffers"):
+        full = dict(getattr(model, named)())
+        for name, tensor in getattr(small, named)():
+            assert torch.equal(full[name].flatten()[found[name]], tensor), name
+    assert found["flags"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_gates_of_single_weights_in_the_order_of_memory(channels_last: bool) -> None:
+    conv, linear = nn.Conv2d(3, 4, (2, 5)), nn.Linear(6, 2)
+    parameters = {"conv": conv.weight, "linear": linear.weight}
+    fold = WeightFold({name: p.shape for name, p in parameters.items()}, {"conv"} if channels_last else ())
+    gates = torch.rand(sum(fold.sizes), requires_grad=True)
+    first = gates[:120].view(4, 2, 5, 3).permute(0, 3, 1, 2) if channels_last else gates[:120].view(4, 3, 2, 5)
+    weights = fold(parameters, gates)
+    assert torch.equal(weights["conv"], conv.weight * first)
+    assert torch.equal(weights["linear"], linear.weight * gates[120:].view(2, 6))
+    rows = torch.stack([gates, 2 * gates])
+    assert torch.equal(fold.split(rows)["conv"][1], 2 * first)
 
 
 def test_fold_is_differentiable_and_keeps_dtypes() -> None:

@@ -80,7 +80,7 @@ def test_padded_networks_equal_the_gated_one(name: str, channels_last: bool) -> 
             assert int(extra.sum()) < 4
             out = ~pad[where]  # what pads is likelier than what stays out
             assert not (extra.any() and out.any()) or row[where][extra].min() >= row[where][out].max()
-        fold, gates = gating.closed(part.network, part.recipe, pad, kept)
+        fold, gates = gating.closed(part.network, pad, kept)
         weights = fold(dict(part.network.named_parameters()), gates)
         found = functional_call(part.network, weights, (x,))
         wanted = functional_call(model, gating.weights(dict(model.named_parameters()), kept.double()), (x,))
