@@ -1,6 +1,6 @@
-"""What one process of a run owns: rows of the particles and a shard of every batch, and what it hears from the others.
+"""The part of a run that one process owns, particles and a shard of every batch, and its collective operations.
 
-A process that is alone owns everything; then nothing here sends or copies, and functions return what they were given.
+A single process owns everything: nothing here then sends or copies, and functions return what they were given.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from dllp.errors import DataError, RankError
 
 
 class Axis:
-    """Processes in a line that hold parts of the same thing.
+    """One axis of the device mesh: a process group whose members hold parts of the same thing.
 
     Args:
-        group: Of torch.distributed; None for a process alone.
-        index, size: This process's place in the line, and its length.
+        group: Of torch.distributed; None for a single process.
+        index, size: This process's rank in the group, and the number of processes in it.
 
     Attributes:
-        sent: Bytes that this process has sent, rings assumed: 2 (size - 1) / size of what is added up, and size - 1
-            times its own part of what is joined.
+        sent: Bytes sent by this process if collectives run as rings: 2 (size - 1) / size of the bytes of an
+            all-reduce, size - 1 times the own part of an all-gather. `nn.SyncBatchNorm` is not counted.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, index: int = 0, size: int = 1) -> None:
         self.group, self.index, self.size, self.sent = group, index, size, 0.0
 
     def add_(self, values: Tensor) -> Tensor:
-        """Replace contiguous values by their sum over all processes."""
+        """All-reduce: replace contiguous values by their sum over all processes."""
         if self.size > 1:
             with connected():
                 dist.all_reduce(values, group=self.group)
@@ -40,7 +40,7 @@ class Axis:
         return values
 
     def join(self, values: Tensor) -> Tensor:
-        """(k, ...) -> (size * k, ...): the parts of all processes in their order."""
+        """All-gather: (k, ...) -> (size * k, ...), the parts of all processes in their order."""
         if self.size == 1:
             return values
         whole = values.new_empty((self.size * len(values), *values.shape[1:]))
@@ -50,7 +50,7 @@ class Axis:
         return whole
 
     def most(self, *values: int) -> list[int]:
-        """The largest of each value over all processes; between hosts, never waiting for a device."""
+        """All-reduce on the CPU: the maximum of each value over all processes."""
         if self.size == 1:
             return list(values)
         found = torch.tensor(values)
@@ -60,7 +60,7 @@ class Axis:
         return [int(value) for value in found]
 
     def payloads(self, content: bytes) -> list[bytes]:
-        """What every process has to say."""
+        """All-gather of bytes, which may differ in length."""
         if self.size == 1:
             return [content]
         (longest,) = self.most(len(content))
@@ -68,35 +68,35 @@ class Axis:
             return [b""] * self.size
         padded = torch.zeros(1, 8 + longest, dtype=torch.uint8)
         padded[0, : 8 + len(content)] = _as_tensor(len(content).to_bytes(8, "little") + content)
-        said = [row.numpy().tobytes() for row in self.join(padded)]
-        return [part[8 : 8 + int.from_bytes(part[:8], "little")] for part in said]
+        gathered = [row.numpy().tobytes() for row in self.join(padded)]
+        return [part[8 : 8 + int.from_bytes(part[:8], "little")] for part in gathered]
 
     def texts(self, text: str) -> list[str]:
-        """What every process has to say, in words."""
+        """All-gather of strings."""
         return [part.decode() for part in self.payloads(text.encode())]
 
     def hear(self, content: bytes) -> bytes:
-        """What the first process says; the others' `content` is ignored."""
+        """Broadcast: the bytes of the first process; the others' `content` is ignored."""
         if self.size == 1:
             return content
         (length,) = self.most(0 if self.index else len(content))
-        said = torch.zeros(length, dtype=torch.uint8) if self.index else _as_tensor(content)
+        received = torch.zeros(length, dtype=torch.uint8) if self.index else _as_tensor(content)
         with connected():
-            dist.broadcast(said, group=self.group, group_src=0)
-        return said.numpy().tobytes()
+            dist.broadcast(received, group=self.group, group_src=0)
+        return received.numpy().tobytes()
 
 
 class Place:
-    """What a process owns of n particles and their batches.
+    """The particles and the shard of each batch that one process owns.
 
     Args:
-        particles: n.
-        rows: The processes over which the particles are spread.
-        shards: Those over which each batch is spread.
-        everyone: Both together.
+        particles: Their number n.
+        rows: Axis over which the particles are spread.
+        shards: Axis over which each batch is spread.
+        everyone: All processes of the run.
 
     Attributes:
-        batch: Examples of a whole batch, where only this process's part of it is read; None where all of it is.
+        batch: Examples in a whole batch where each process reads its own shard only; None where each reads all.
     """
 
     def __init__(
@@ -114,12 +114,12 @@ class Place:
 
     @property
     def first(self) -> bool:
-        """Whether this process speaks for all."""
+        """Whether this is rank 0, which reports for all."""
         return self.everyone.index == 0
 
     @property
     def sent(self) -> float:
-        """Bytes that this process has sent."""
+        """Bytes sent by this process on all axes."""
         return self.rows.sent + self.shards.sent + self.everyone.sent
 
     def take(self, values: Tensor, axis: int = 0) -> Tensor:
@@ -127,7 +127,7 @@ class Place:
         return values if self.rows.size == 1 else values.narrow(axis, self.own.start, len(self.own))
 
     def part(self, count: int) -> slice:
-        """Which of a batch's examples are this process's."""
+        """This process's shard of a batch of `count` examples."""
         index, size = self.shards.index, self.shards.size
         if count < size:
             error = DataError(f"a batch of {count} for {size} processes: use larger batches, and drop_last=True")
@@ -136,7 +136,7 @@ class Place:
         return slice(count * index // size, count * (index + 1) // size)
 
     def shard(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, float]:
-        """A batch as it was read -> this process's part of it, and how much of the whole that is."""
+        """A batch as it was read -> this process's shard, and its fraction of the whole batch."""
         if self.shards.size == 1:
             return x, y, 1.0
         if self.batch is not None:
@@ -146,14 +146,14 @@ class Place:
 
 
 class Mirror:
-    """Rows and scores of all particles as one process sees them, once most coordinates stand still.
+    """A copy of all particles' rows and scores on each process, for the time when few coordinates still change.
 
-    What stands still is sent when the mirror is made and never again, and has no score.
+    Coordinates that are fixed are sent once, when the mirror is made, and have the score 0.
 
     Args:
-        axis: The processes over which the particles are spread.
-        rows: (k, P) those of this process.
-        moving: (k, P), 0 where a coordinate stands still.
+        axis: Axis over which the particles are spread.
+        rows: (k, P) of this process.
+        moving: (k, P), 0 where a coordinate is fixed.
     """
 
     def __init__(self, axis: Axis, rows: Tensor, moving: Tensor) -> None:
@@ -163,7 +163,7 @@ class Mirror:
         self.width = max(len(index) for index in self.coordinates)
 
     def __call__(self, rows: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """(k, P), (k, P) of this process -> (n, P), (n, P) of all, which are overwritten by the next call."""
+        """(k, P), (k, P) of this process -> (n, P), (n, P) of all; the next call overwrites them."""
         sent = rows.new_zeros(len(rows), 2, self.width)
         for part, row, score, index in zip(sent, rows, scores, self.own, strict=True):
             part[0, : len(index)], part[1, : len(index)] = row[index], score[index]
@@ -173,7 +173,7 @@ class Mirror:
 
 
 def merged(parts: Sequence[Tensor], add: Axis) -> list[Tensor]:
-    """Tensors of one dtype -> their sums over all processes, sent as one."""
+    """Tensors of one dtype -> their sums over all processes, by one all-reduce."""
     flat = add.add_(torch.cat([part.reshape(-1) for part in parts]))
     pieces = flat.split([part.numel() for part in parts])
     return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
@@ -181,7 +181,7 @@ def merged(parts: Sequence[Tensor], add: Axis) -> list[Tensor]:
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Turn what a broken connection raises into one line."""
+    """Turn the error of a broken connection into a RankError of one line."""
     try:
         yield
     except torch.OutOfMemoryError:

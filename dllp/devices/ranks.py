@@ -1,4 +1,4 @@
-"""The processes of one run under torchrun: how they find each other, what all must know, and how they fail together."""
+"""The processes of a run under torchrun: rendezvous, agreement on values and errors, and the mesh they form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from dllp import __version__
@@ -25,23 +24,23 @@ from dllp.errors import ConfigError, DllpError, RankError
 T = TypeVar("T")
 Parallel = Literal["data", "particles", "both"]
 PREPARING, STEPPING = timedelta(minutes=10), timedelta(seconds=45)
-"""How long a process waits for the others: while they read their data, and in a step."""
+"""Timeouts of collectives: while processes read their data, and in a step."""
 LINGER = 0.1
-"""Seconds for gloo's threads: one that asks for the interpreter while that ends aborts the process. What they still
-need it for is not known, and nothing tells when they are done, so that this is a pause and no proof."""
+"""Seconds for gloo's threads to end: one that takes the interpreter lock during its shutdown aborts the process. gloo
+offers nothing to wait for, so that this is a pause and no guarantee."""
 
 
 class Ranks:
-    """All processes of a run as one of them sees them.
+    """All processes of a run, seen from one of them.
 
     Args:
-        world: The line of all.
-        local: Number of this process on its host, which chooses its device.
+        world: The axis of all processes.
+        local: Rank of this process on its host, which chooses its device.
     """
 
     def __init__(self, world: Axis | None = None, local: int = 0) -> None:
         self.world, self.local = world or Axis(), local
-        self.steps = self.world  # the same, with little patience, once training starts
+        self.steps = self.world  # all processes too, with the short timeout, once training starts
         self._made = [self.world]
 
     @property
@@ -53,7 +52,7 @@ class Ranks:
         return self.world.size == 1
 
     def together(self, work: Callable[[], T]) -> T:
-        """Work that succeeds on all or on none: an error anywhere is raised everywhere, and told by the first."""
+        """Do work that succeeds on all or on none: an error of any rank is raised on all, and reported by rank 0."""
         if self.alone:
             return work()
         found: list[T] = []
@@ -71,7 +70,7 @@ class Ranks:
         return found[0]
 
     def same(self, what: str, text: str) -> None:
-        """Raise unless all say the same."""
+        """Raise unless `text` is the same on all ranks."""
         texts = self.world.texts(text)
         for rank, other in enumerate(texts):
             if other != texts[0]:
@@ -80,13 +79,13 @@ class Ranks:
                 raise error
 
     def hear(self, value: Any) -> Any:
-        """A JSON value of the first process."""
+        """The JSON value of rank 0."""
         return value if self.alone else json.loads(self.world.hear(json.dumps(value).encode()))
 
     def lines(self, particles: int, parallel: Parallel) -> int:
-        """Over how many processes n particles are spread; each batch is spread over what remains of them.
+        """Size of the particles' axis; the processes along the other axis share each batch.
 
-        `both` spreads the particles as far as they divide. A single network has nothing to spread but its batches.
+        `both` spreads the particles as far as they divide. A single network can share its batches only.
         """
         world = self.world.size
         if parallel == "particles" and particles > 1 and particles % world:
@@ -97,23 +96,16 @@ class Ranks:
         return 1 if parallel == "data" else math.gcd(particles, world)
 
     def place(self, particles: int, parallel: Parallel) -> Place:
-        """What this process owns of n particles; called by all, in the same order."""
+        """This process's place in the mesh; a collective, called by all in the same order."""
         if self.alone:
             return Place(particles)
         world, lines = self.world.size, self.lines(particles, parallel)
         ranks = torch.arange(world).view(lines, world // lines)
-        groups = [self._line(ranks.T.tolist()), self._line(ranks.tolist())]
-        mesh = DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=("particles", "data"))
-        rows, shards = (
-            Axis(mesh.get_group(name), mesh.get_local_rank(name), ranks.shape[k])
-            for k, name in enumerate(("particles", "data"))
-        )
-        self.steps = Axis(self._line([list(range(world))]), self.rank, world)
-        self._made += [rows, shards, self.steps]
+        rows, shards, self.steps = map(self._axis, (ranks.T.tolist(), ranks.tolist(), [list(range(world))]))
         return Place(particles, rows, shards, self.steps)
 
-    def part(self) -> None:
-        """Let go of every connection: what an error on its way still holds would end the process when it ends."""
+    def close(self) -> None:
+        """Close all connections; a group that a pending exception still holds would abort the process at its end."""
         for axis in self._made:
             axis.group = None
         with suppress(RuntimeError):
@@ -121,20 +113,22 @@ class Ranks:
         if not self.alone:
             time.sleep(LINGER)
 
-    def _line(self, lines: list[list[int]]) -> dist.ProcessGroup:
-        """The group of those lines that this process stands in; every process makes all of them."""
+    def _axis(self, groups: list[list[int]]) -> Axis:
+        """The axis of this process among disjoint groups of ranks; every process creates all of them."""
         with connected():
-            groups = [dist.new_group(line, timeout=STEPPING) for line in lines]
-        return next(group for group in groups if isinstance(group, dist.ProcessGroup))
+            created = [dist.new_group(group, timeout=STEPPING) for group in groups]
+        own = next(group for group in created if isinstance(group, dist.ProcessGroup))
+        self._made.append(Axis(own, dist.get_rank(own), dist.get_world_size(own)))
+        return self._made[-1]
 
 
 def number() -> int:
-    """This process's rank as its launcher says; 0 without one."""
+    """This process's rank from the launcher's environment; 0 without a launcher."""
     return int(os.environ.get("RANK", 0)) if _size() > 1 else 0
 
 
 def restarts() -> int:
-    """How often torchrun has started this run again."""
+    """Number of restarts by torchrun."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
@@ -144,16 +138,16 @@ def _size() -> int:
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """Meet the other processes that torchrun has started; alone where there are none."""
+    """Join the process group that torchrun started; a single process without it."""
     if _size() < 2:
         yield Ranks()
         return
     ranks = Ranks()
     try:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, **_meeting(), timeout=PREPARING)
+        dist.init_process_group(backend, **_rendezvous(), timeout=PREPARING)
     except (RuntimeError, ValueError) as error:
-        failure = RankError(_unmet(str(error)))
+        failure = RankError(_rendezvous_failure(str(error)))
         failure.told = number() > 0
         raise failure from None
     try:
@@ -163,20 +157,21 @@ def joined() -> Iterator[Ranks]:
         ranks.same("versions on all hosts", where)
         yield ranks
     finally:
-        ranks.part()
+        ranks.close()
 
 
-def _meeting() -> dict[str, Any]:
-    """Where the processes meet, for torch.distributed.
+def _rendezvous() -> dict[str, Any]:
+    """Arguments of `init_process_group`: store, rank and world size.
 
-    torchrun keeps its store when it starts a run again: addresses of the dead must not be found in it.
+    torchrun keeps its store over restarts; a prefix hides the addresses of processes that are gone.
     """
     met, rank, size = next(rendezvous("env://", timeout=PREPARING))
     store = dist.PrefixStore(f"life-{restarts()}", met)  # pyright: ignore[reportPrivateImportUsage]
     return {"store": store, "rank": rank, "world_size": size}
 
 
-def _unmet(reason: str) -> str:
+def _rendezvous_failure(reason: str) -> str:
+    """One line for the reason why the processes did not meet."""
     port = os.environ.get("MASTER_PORT", "?")
     if "EADDRINUSE" in reason or "in use" in reason:
         return f"port {port} on {socket.gethostname()} is in use: choose another with torchrun --master-port"

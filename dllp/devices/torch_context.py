@@ -1,4 +1,4 @@
-"""What a caller has set for PyTorch around a call, and what the call needs instead."""
+"""PyTorch's global modes: a run independent of those its caller has set, and weights cast as autocast casts them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
+from torch import Tensor, nn
+
+AUTOCAST_ONLY = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+"""Modules whose weight goes into one operation that autocast casts it for, and nowhere else; not their subclasses."""
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Gradients, no autocast, and new tensors in float32 on the CPU, as where a program starts; as before at the end.
+    """PyTorch's default modes (gradients, no autocast, float32, CPU) inside, and the caller's again afterwards.
 
-    A run says itself where gradients, half precision and devices belong. Within a caller's `no_grad` it could not
-    learn, an `autocast` would round what must be exact, and a default device would part tensors from their generators.
+    A run chooses gradients, precision and devices itself. Within a caller's `no_grad` it could not learn, an
+    `autocast` would round what must be exact, and a default device would part tensors from their generators.
     """
     with ExitStack() as held:
         held.enter_context(torch.inference_mode(False))
@@ -26,3 +30,12 @@ def undisturbed() -> Iterator[None]:
         held.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float32)
         yield
+
+
+def cast_like_autocast(network: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gated weights by name in bfloat16 where autocast would cast them later: the float32 ones need not be kept."""
+    owners = {name: network.get_submodule(name.rpartition(".")[0]) for name in weights}
+    return {
+        name: weight.to(torch.bfloat16) if type(owners[name]) in AUTOCAST_ONLY else weight
+        for name, weight in weights.items()
+    }

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dllp.config import Config
-from dllp.devices import fuse, recompute, rounding, sync_batch_norm
+from dllp.devices import fuse, recompute
 from dllp.devices.mesh import Axis
+from dllp.devices.sync_batch_norm import synchronise
+from dllp.devices.torch_context import cast_like_autocast
 from dllp.structure.slicing import Fold
 from dllp.structure.trace import explained
 from dllp.training.gating import ChannelGating, WeightGating
@@ -50,7 +52,7 @@ class Forward:
             return
         active = self.particles.active
         if self.config.sync_batch_norm and shards.size > 1:
-            self.networks = sync_batch_norm.share(active, shards)
+            self.networks = [synchronise(network, shards) for network in active]
         else:
             self.networks = fuse.fuse(active, x[:16], self.stages) if self._fused else active
 
@@ -81,7 +83,7 @@ class Forward:
             elif gates is not None and self.gating is not None and not self.particles.sliced:
                 weights = self.gating.weights(dict(network.named_parameters()), gates)
             if bf16:
-                weights = rounding.early(network, weights)
+                weights = cast_like_autocast(network, weights)
             outputs = functional_call(network, weights, (x,), tie_weights=False) if weights else network(x)
         return outputs.float() if bf16 else outputs
 

@@ -5,6 +5,7 @@ Batch norm needs `sync_batch_norm` for that where a batch is shared; dropout dra
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from dllp.devices.mesh import Axis, Place
 from dllp.devices.ranks import Ranks
-from dllp.devices.sync_batch_norm import SharedNorm
+from dllp.devices.sync_batch_norm import CpuSyncBatchNorm, CudaSyncBatchNorm, synchronise
 from dllp.errors import ConfigError, DataError, DllpError, RankError
 from dllp.training.snapshot import Snapshot, restore, snapshot
 from dllp.training.trainer import train
@@ -34,6 +35,7 @@ TWO = ("plain-data", "plain-particles", "norms-data", "weight-data", "weight-par
        "again-data", "streamed-data")  # fmt: skip
 FOUR = ("plain-data", "norms-both", "weight-both", "mean-both", "uneven-both", "four-particles", "four-both",
         "streamed-data", "streamed-both")  # fmt: skip
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
 @cache
@@ -200,23 +202,30 @@ def test_an_error_of_its_own_stays_what_it_is() -> None:
 # ---- batch norm
 
 
+@pytest.mark.parametrize(
+    ("device", "kind"), [("cpu", CpuSyncBatchNorm), pytest.param("cuda", CudaSyncBatchNorm, marks=cuda)]
+)
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("shape", [(6, 3), (4, 3, 5), (4, 3, 2, 2)])
-def test_a_shared_norm_is_a_batch_norm(shape: tuple[int, ...], momentum: float | None) -> None:
+def test_a_synchronised_norm_is_a_batch_norm(
+    shape: tuple[int, ...], momentum: float | None, device: str, kind: type
+) -> None:
     kinds = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}
-    norm = kinds[len(shape)](3, momentum=momentum).double()  # pyright: ignore[reportArgumentType]
+    norm = kinds[len(shape)](3, momentum=momentum).to(device, torch.float64)  # pyright: ignore[reportArgumentType]
     nn.init.normal_(norm.weight)
-    twin = kinds[len(shape)](3, momentum=momentum).double()  # pyright: ignore[reportArgumentType]
-    twin.load_state_dict(norm.state_dict())
-    shared = SharedNorm(twin, Axis())
+    twin = copy.deepcopy(norm)
+    shared = synchronise(twin, Axis())
+    assert type(shared) is kind and type(twin) is type(norm)
+    held = {name: tensor.data_ptr() for name, tensor in twin.state_dict().items()}
+    assert {name: tensor.data_ptr() for name, tensor in shared.state_dict().items()} == held, "not copies"
     for training in (True, True, False):
         norm.train(training), shared.train(training)
-        x = torch.randn(shape, dtype=torch.float64)
+        x = torch.randn(shape, dtype=torch.float64, device=device)
         results: list[Tensor] = []
         for module in (norm, shared):
             leaf = x.clone().requires_grad_()
             output = module(leaf)
-            results += [output, *torch.autograd.grad(output.sin().sum(), [leaf, module.weight, module.bias])]
+            results += [output, *torch.autograd.grad(output.sin().sum(), [leaf, *module.parameters()])]
         for a, b in zip(results[:4], results[4:], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
     for name, value in norm.named_buffers():

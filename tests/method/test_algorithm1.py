@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dllp.config import Config
-from dllp.devices import rounding
+from dllp.devices.torch_context import cast_like_autocast
 from dllp.method import algorithm1, schedule, spike_and_slab
 from dllp.method.update import compiled_update, correct_rows, update_rows
 from dllp.prepare import make_gating
@@ -298,7 +298,7 @@ def test_weights_are_rounded_as_autocast_would() -> None:
 
     network = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), Doubled(3, 4, 3), nn.Flatten(), nn.Linear(64, 5))
     weights = {name: 1.1 * p.detach() for name, p in network.named_parameters() if name.endswith("weight")}
-    early = rounding.early(network, weights)
+    early = cast_like_autocast(network, weights)
     assert {n: v.dtype for n, v in early.items()} == {
         "0.weight": torch.bfloat16, "2.weight": torch.float32, "4.weight": torch.bfloat16,
     }  # fmt: skip
