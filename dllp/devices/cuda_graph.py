@@ -1,4 +1,4 @@
-"""Running one step as a captured CUDA graph, with an eager fallback that says why."""
+"""A training step captured as a CUDA graph, with an eager fallback that names its reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dllp.errors import first_line
 
-WARMUP = 3  # real steps run eagerly first, so that libraries choose their kernels outside the capture
+WARMUP = 3  # eager steps before the capture, in which libraries choose their kernels
 
 
 class Capture:
@@ -33,7 +33,7 @@ class Capture:
         self.phase = ""
 
     def reset(self) -> None:
-        """Forget every graph: the networks have changed shape."""
+        """Drop every graph, because the networks have changed shape."""
         self.graphs.clear()
         self.seen.clear()
         if self.enabled:
@@ -42,7 +42,7 @@ class Capture:
     def __call__(self, x: Tensor, y: Tensor, *, key: str) -> None:
         if x.device.type != "cuda":
             return self.step(x, y)
-        # shapes never change within a phase: let cuDNN measure which kernels are fastest
+        # shapes are fixed within a phase, so that cuDNN may measure which kernels are fastest
         with torch.backends.cudnn.flags(
             enabled=True, benchmark=not self.deterministic, deterministic=self.deterministic,
             allow_tf32=torch.backends.cudnn.allow_tf32,
@@ -52,7 +52,7 @@ class Capture:
     def _run(self, x: Tensor, y: Tensor, key: Any) -> None:
         if not self.enabled:
             return self.step(x, y)
-        if key != self.phase:  # no phase comes back, and a graph holds the memory of its whole step
+        if key != self.phase:  # phases do not return, and a graph holds the memory of its whole step
             self.phase = key
             self.reset()
         key = (key, x.shape, x.dtype, y.shape)
@@ -68,9 +68,10 @@ class Capture:
         graph.replay()
 
     def _on_side_stream(self, x: Tensor, y: Tensor) -> None:
-        """Warm-up steps run where the capture will: autograd remembers the stream a parameter was first used on.
+        """Run a warm-up step on a side stream, as a capture does.
 
-        All on the same one, because memory that was freed on a stream serves that stream only.
+        Autograd remembers the stream a parameter was first used on, and memory freed on a stream serves that stream
+        only, so that all warm-up steps share one.
         """
         self.side = self.side or torch.cuda.Stream()
         self.side.wait_stream(torch.cuda.current_stream())
@@ -81,14 +82,14 @@ class Capture:
     def _capture(self, key: Any, x: Tensor, y: Tensor) -> bool:
         graph, static_x, static_y = torch.cuda.CUDAGraph(), x.clone(), y.clone()
         graph.register_generator_state(self.generator)
-        gc.collect()  # graphs of a run that is over may wait in a cycle: CUDA breaks off a capture in which one dies
+        gc.collect()  # a graph of an earlier run that is freed during a capture would break it off
         try:
             with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
                 self.step(static_x, static_y)
         except RuntimeError as error:
             self.enabled = False
             self.state = f"eager ({first_line(error)})"
-            # a capture that CUDA has broken off stays open for its generators: same numbers, states that know of none
+            # an aborted capture stays registered with its generators: give them fresh states with the same numbers
             for generator in (self.generator, torch.cuda.default_generators[x.device.index]):
                 generator.graphsafe_set_state(generator.clone_state())
             return False

@@ -1,9 +1,8 @@
 """A 3x3 convolution of few channels on channels-last activations (Triton).
 
-With 16 or 32 channels a convolution is bound by memory, and the libraries' kernels, made for wide layers, take several
-times what reading and writing the activations once would. Here a program takes one run of pixels with all channels and
-adds one small matrix product for each tap, or for three taps side by side. Sums are added in a fixed order, so a result
-does not change from run to run.
+With 16 or 32 channels a convolution is bound by memory, and cuDNN's kernels, made for wide layers, take several times
+as long as reading and writing the activations once. Here a program takes a run of pixels with all channels and adds one
+small matrix product for each tap, or for three taps side by side. Sums are added in a fixed order: results repeat.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the work is cut: pixels and warps of a program, and taps in one matrix product (1, or 4 for three)."""
+    """Tile sizes: pixels and warps of a program, and taps in one matrix product (1, or 4 for three and a blank)."""
 
     pixels: int
     warps: int
@@ -37,7 +36,7 @@ SMALLEST = 16  # a matrix product's smallest inner dimension
 
 @triton.jit
 def _tap(first, k, CP: tl.constexpr, TAPS: tl.constexpr):
-    """The taps 0..8 that columns `k` stand for, and whether they stand for one."""
+    """The taps 0..8 of columns `k`, and a mask that is False for blank columns."""
     return first * (3 if TAPS == 4 else 1) + k // CP, k // CP < 3
 
 
@@ -100,7 +99,7 @@ def _weight_gradient(
 
 
 def _aligned(channels: int) -> tuple[int, int]:
-    """Channels as units times alignment: what a kernel knows of the alignment lets it read whole words."""
+    """Channels as units times a constant alignment, from which the compiler concludes that it may load whole words."""
     align = 8 if channels % 8 == 0 else 1
     return channels // align, align
 
@@ -156,7 +155,7 @@ class _Function(torch.autograd.Function):
 
 
 class DirectConv(nn.Module):
-    """Stands in for a convolution in training, under the same name and with the same memory."""
+    """Replaces a convolution in training, with the same parameter under the same name."""
 
     def __init__(self, conv: nn.Conv2d) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""A network whose batch norms also add the shortcut and rectify: the same weights, fewer passes over memory.
+"""Fusion of batch norm, shortcut and ReLU for training: the same weights, fewer passes over memory.
 
 The network is traced with torch.fx, its patterns norm -> ReLU and norm -> add -> ReLU become one module each, its 3x3
-convolutions of few channels are computed directly, and the result must agree with the original on random inputs. A
-network that cannot be traced, or differs, trains as it is.
+convolutions of few channels use a direct kernel, and the result must agree with the original on a batch. A network
+that cannot be traced, or differs, is trained unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ADD = (operator.add, operator.iadd, torch.add)
 
 
 def available() -> bool:
-    """Whether there is a Triton to compile the kernels."""
+    """Whether Triton is installed, which compiles the kernels."""
     return find_spec("triton") is not None
 
 
@@ -46,7 +46,7 @@ def fuse(networks: list[nn.Module], example: Tensor, stages: Sequence[str] = ())
 
 
 class _Tracer(fx.Tracer):
-    """Does not look into stages."""
+    """A tracer that treats stages as leaves."""
 
     def __init__(self, stages: Sequence[str]) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class _Tracer(fx.Tracer):
 
 
 def rewrite(network: nn.Module, stages: Sequence[str] = ()) -> fx.GraphModule | None:
-    """The fused network, not yet verified; None where tracing fails or nothing is to be fused."""
+    """The fused network, not yet verified; None if tracing fails or there is nothing to fuse."""
     from dllp.devices.direct_conv import DirectConv
     from dllp.devices.fused_norm import FusedNorm
 
@@ -99,7 +99,7 @@ def agree(network: nn.Module, fused: nn.Module, example: Tensor) -> bool:
     for module in (network, fused):
         trial = copy.deepcopy(module)
         devices = [example.device] if example.is_cuda else []
-        # rounded products would hide behind their own error what is to be seen
+        # without TF32, whose rounding would hide differences
         exact = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
         with torch.random.fork_rng(devices=devices), torch.no_grad(), exact:
             torch.manual_seed(0)
@@ -120,7 +120,7 @@ def _eligible(norm: nn.BatchNorm2d) -> bool:
 
 
 def _narrow(conv: nn.Conv2d) -> bool:
-    """Whether it is a plain 3x3 convolution that keeps the image's size, of few channels."""
+    """Whether a convolution is plain 3x3, keeps the image's size and has few channels."""
     plain = (conv.kernel_size, conv.stride, conv.padding, conv.dilation) == ((3, 3), (1, 1), (1, 1), (1, 1))
     plain = plain and conv.groups == 1 and conv.bias is None and conv.padding_mode == "zeros"
     channels = {conv.in_channels, conv.out_channels}
@@ -138,7 +138,7 @@ def _is_relu(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
 
 
 def _pattern(norm: fx.Node, modules: dict[str, nn.Module]) -> tuple[list[fx.Node], tuple[fx.Node, ...]]:
-    """The nodes that one operation can do, from the norm to a ReLU, and the residual added between them."""
+    """The nodes that one operation replaces, from the norm to a ReLU, and the residual added between them."""
     user = _only_user(norm)
     if user is None:
         return [norm], ()

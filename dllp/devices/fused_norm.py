@@ -2,7 +2,7 @@
 
 All three are bound by memory. PyTorch reads and writes the activations once for each of them; here a forward pass reads
 them twice and writes them once, a backward pass reads activations and gradients twice and writes one. Sums are added in
-a fixed order, so a result does not change from run to run.
+a fixed order: results repeat.
 """
 
 # pyright: reportCallIssue=false
@@ -162,7 +162,7 @@ def _backward(
 
 
 class _Geometry:
-    """How (rows, channels) are shared among programs."""
+    """The division of (rows, channels) among programs."""
 
     def __init__(self, x: Tensor) -> None:
         channels, self.rows = x.shape[1], x.numel() // x.shape[1]
@@ -213,7 +213,7 @@ class _Function(torch.autograd.Function):
 
 
 class FusedNorm(nn.Module):
-    """Stands in for a batch norm in training, under the same names and with the same memory.
+    """Replaces a batch norm in training, with the same parameters and buffers under the same names.
 
     Args:
         norm: An affine :class:`torch.nn.BatchNorm2d` with running statistics and a fixed momentum.
@@ -236,7 +236,7 @@ class FusedNorm(nn.Module):
     def scratch(self, geometry: _Geometry, device: torch.device) -> tuple[Tensor, Tensor]:
         """Partial sums and tickets; one set serves all launches, which follow each other on the particle's stream.
 
-        A batch of another size may need another set, and none is let go: a captured step goes on writing to its own.
+        A batch of another size may need another set, and none is freed: a captured step goes on writing to its own.
         """
         key = geometry.blocks, geometry.parts
         if key not in self._scratch:

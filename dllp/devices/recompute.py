@@ -1,7 +1,7 @@
-"""Blocks of a network that keep their inputs only, and are computed again when the backward pass needs them.
+"""Activation checkpointing: blocks of a network keep their inputs only and are recomputed in the backward pass.
 
-The second pass sees the same weights (a gate's among them), the same random numbers and copies of the buffers as they
-were: running statistics move once, and every number is the one that the first pass had.
+The recomputation uses the same weights (gated ones too), the same random numbers and copies of the earlier buffers:
+running statistics are updated once, and every number equals that of the first pass.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dllp.errors import StructureError
 
 
 def stages(network: nn.Module) -> list[str]:
-    """Names of the modules to compute again, "" for the network itself.
+    """Names of the modules to recompute, "" for the network itself.
 
-    None holds more than about the root of the number of layers, where the network is made of modules so small: what is
-    kept between stages and what is computed again within one are then about equal.
+    Where the network has modules so small, a stage holds at most about the square root of the number of layers: the
+    memory kept between stages and that of recomputing one are then about equal.
     """
     limit = math.isqrt(max(1, _layers(network) - 1)) + 1
     found = [""] if is_chain(network) else _inside(network, "", limit)
@@ -36,7 +36,7 @@ def stages(network: nn.Module) -> list[str]:
 
 
 def _inside(module: nn.Module, prefix: str, limit: int) -> list[str]:
-    """The stages among a module's children: each child that is small enough, or what is small enough inside it."""
+    """The stages below a module: each child that is small enough, or the small enough modules inside it."""
     found = []
     for name, child in module.named_children():
         layers, path = _layers(child), f"{prefix}{name}"
@@ -44,26 +44,26 @@ def _inside(module: nn.Module, prefix: str, limit: int) -> list[str]:
             continue
         smaller = [] if layers <= limit or is_chain(child) else _inside(child, f"{path}.", limit)
         covered = sum(_layers(module.get_submodule(inner.removeprefix(prefix))) for inner in smaller)
-        listed = isinstance(child, (nn.ModuleList, nn.ModuleDict))  # no module that is called
+        listed = isinstance(child, (nn.ModuleList, nn.ModuleDict))  # which are never called themselves
         found += smaller if listed or covered > layers / 2 else [path]
     return found
 
 
 def _layers(module: nn.Module) -> int:
-    """How many of its modules have parameters of their own."""
+    """Number of modules with parameters of their own."""
     return sum(bool(part._parameters) for part in module.modules())
 
 
 def is_chain(module: nn.Module) -> bool:
-    """Whether it calls single layers one after the other, as VGG does."""
+    """Whether a module is a plain sequence of single layers, as in VGG."""
     return type(module) is nn.Sequential and _layers(module) > 1 and all(_layers(part) < 2 for part in module)
 
 
 class Recompute:
-    """Computes networks with their stages kept small.
+    """Runs networks with recomputed stages.
 
     Attributes:
-        random: Whether a network was seen to draw random numbers: a captured graph could not draw them again.
+        random: Whether a network has drawn random numbers, which a captured graph could not draw again.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Recompute:
 
     @contextmanager
     def __call__(self, network: nn.Module, names: Sequence[str]) -> Iterator[None]:
-        """While this lasts, the named stages of the network keep their inputs only."""
+        """Let the named stages of the network keep their inputs only, within this context."""
         cuda = next(network.parameters()).is_cuda
         capturing = cuda and torch.cuda.is_current_stream_capturing()
         if capturing and self.random:
@@ -89,7 +89,7 @@ class Recompute:
 
 @contextmanager
 def _forward(stage: nn.Module, call: Callable[..., Any], random: bool) -> Iterator[None]:
-    """Let `call` stand in for the stage's own forward."""
+    """Replace the stage's forward by `call`, within this context."""
     own, plain = stage.__dict__.get("forward"), stage.forward
     stage.forward = lambda *args, **named: call(stage, plain, random, *args, **named)
     try:
@@ -101,7 +101,7 @@ def _forward(stage: nn.Module, call: Callable[..., Any], random: bool) -> Iterat
 
 
 def _call(stage: nn.Module, plain: Callable[..., Any], random: bool, *args: Any, **named: Any) -> Any:
-    """The stage's outputs; its tensors as they are now are what the second pass will use."""
+    """The stage's outputs; the recomputation uses its tensors as they are now."""
     if not torch.is_grad_enabled():
         return plain(*args, **named)
     weights = dict(stage.named_parameters(remove_duplicate=False))
@@ -112,14 +112,14 @@ def _call(stage: nn.Module, plain: Callable[..., Any], random: bool, *args: Any,
         first = next(passes, None)
         if first is not None:
             return first(*args, **named)
-        # copies again: the backward pass may come here twice
+        # copied again, since there may be two backward passes
         return functional_call(stage, {**weights, **_copies(buffers)}, args, named, tie_weights=False)
 
     return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=random, **named)
 
 
 def _chain_call(stage: nn.Sequential, plain: Callable[..., Any], random: bool, x: Any) -> Any:
-    """A chain of single layers in pieces, each with about the root of their number."""
+    """A chain of single layers as pieces of about the square root of their number."""
     layers = list(stage)
     size = math.isqrt(max(1, len(layers) - 1)) + 1
     for start in range(0, len(layers), size):
@@ -129,6 +129,6 @@ def _chain_call(stage: nn.Sequential, plain: Callable[..., Any], random: bool, x
 
 
 def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A copy of each tensor; one that has two names stays one."""
+    """A copy of each tensor; tied tensors stay tied."""
     made = {id(tensor): tensor.clone() for tensor in tensors.values()}
     return {name: made[id(tensor)] for name, tensor in tensors.items()}

@@ -1,1 +1,1 @@
-"""The units of a network that can be removed, what they cost, and the cut itself; the adapter around Torch-Pruning."""
+"""Removable units of a network, their cost, and the verified cut; the only room that imports Torch-Pruning."""

@@ -1,4 +1,4 @@
-"""What a network costs as a function of its gates: multiply-accumulates and parameters (Section 5)."""
+"""The cost of a network as a function of its gates: multiply-accumulates and parameters (Section 5)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dllp.structure.slicing import Group, Side, side_sizes
 class Cost:
     """A cost that is quadratic in the gates: sum over layers of `pair` * inputs * outputs, plus a linear part.
 
-    Column k of `signals` (U, K) counts channels for each unit; layer l has `in_const[l]` input channels without a gate
-    and those of column `in_signal[l]`, likewise for its outputs. `square` (U,) is the weight of a gate times itself.
+    Column k of `signals` (U, K) counts channels of each unit; layer l has `in_const[l]` input channels without a gate
+    and those of column `in_signal[l]`, likewise for its outputs. `square` (U,) is the coefficient of a gate squared.
     """
 
     dense: float
@@ -32,9 +32,9 @@ class Cost:
 
     def expected(self, theta: Tensor) -> Tensor:
         """theta (..., U) -> (...): expected cost under independent gates, exact; the cost itself for 0/1 gates."""
-        with torch.autocast(theta.device.type, enabled=False):  # which would round the products to half precision
+        with torch.autocast(theta.device.type, enabled=False):  # which would round products to half precision
             theta = theta.to(self.linear.dtype)
-            # sums of products, not matrix products: their library would hold a workspace larger than all of this
+            # sums of products: for matrix products cuBLAS would hold a workspace larger than all of this
             counts = (theta[..., None] * self.signals).sum(-2)
             inputs = self.in_const + counts.index_select(-1, self.in_signal)
             outputs = self.out_const + counts.index_select(-1, self.out_signal)
@@ -43,7 +43,7 @@ class Cost:
             return self.const + single + (inputs * outputs * self.pair).sum(-1)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Cost:
-        """The same cost on `device`; float64 unless `dtype` says otherwise."""
+        """The same cost on `device`, in `dtype` if given."""
         moved = {
             name: value.to(device, dtype if value.is_floating_point() else None)
             for name, value in vars(self).items()
@@ -53,7 +53,7 @@ class Cost:
 
 
 def flops_cost(model: nn.Module, groups: Sequence[Group], macs: Mapping[str, float], total: float) -> Cost:
-    """Multiply-accumulates for one example: `macs` of each convolution and linear module, the rest of `total` fixed."""
+    """Multiply-accumulates for one example: `macs` of convolutions and linear modules; the rest of `total` is fixed."""
     modules = dict(model.named_modules())
     terms = _Terms(groups)
     counted = 0.0
@@ -75,17 +75,11 @@ def params_cost(model: nn.Module, groups: Sequence[Group]) -> Cost:
         sizes = side_sizes(modules[name])
         vectors = sum(p.numel() for p in modules[name].parameters(recurse=False))
         if "in" in sizes:
-            weights = weight_count(modules[name])
+            weights = modules[name].weight.numel()  # type: ignore[operator, union-attr]
             counted += terms.pairs(name, sizes, weights / (sizes["in"] * sizes["out"]))
             vectors -= weights
         counted += terms.each(name, sizes["out"], vectors / sizes["out"])
     return terms.cost(sum(p.numel() for p in model.parameters()) - counted)
-
-
-def weight_count(module: nn.Module) -> int:
-    """Number of weights, biases not counted."""
-    weight = module.weight  # a parameter, or what a parametrization computes
-    return weight.numel() if isinstance(weight, Tensor) else 0
 
 
 def unit_counts(unit: Tensor, offset: int, total: int) -> Tensor:
@@ -94,7 +88,7 @@ def unit_counts(unit: Tensor, offset: int, total: int) -> Tensor:
 
 
 class _Terms:
-    """Collects the parts of a cost, one layer after the other."""
+    """The terms of a cost, collected layer by layer."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.total = sum(group.units for group in groups)
@@ -117,7 +111,7 @@ class _Terms:
         return self.signals.setdefault(counts.numpy().tobytes(), (len(self.signals), counts.clone()))[0]
 
     def each(self, name: str, size: int, weight: float) -> float:
-        """Add `weight` for each of the `size` output channels of a module; returns what was added for open gates."""
+        """Add `weight` for each of the `size` output channels of a module; returns the sum with open gates."""
         counts = self.counts.get((name, "out"))
         if counts is None:
             return 0.0
@@ -126,7 +120,7 @@ class _Terms:
         return weight * size
 
     def pairs(self, name: str, sizes: dict[Side, int], weight: float) -> float:
-        """Add `weight` for each pair of input and output channel of a module; returns what that adds."""
+        """Add `weight` for each pair of input and output channel of a module; returns the sum with open gates."""
         zero = torch.zeros_like(self.linear)
         into, out = (self.counts.get((name, side), zero) for side in ("in", "out"))
         if not bool(into.any()) and not bool(out.any()):
@@ -137,7 +131,7 @@ class _Terms:
         return weight * sizes["in"] * sizes["out"]
 
     def cost(self, const: float) -> Cost:
-        """The finished cost with `const` for all that no gate touches."""
+        """The finished cost with the constant `const` for everything without gates."""
         table = torch.tensor(self.rows, dtype=torch.float64).view(-1, 5)
         pair, in_const, in_signal, out_const, out_signal = table.unbind(1)
         signals = torch.stack([counts for _, counts in self.signals.values()], dim=1)

@@ -1,4 +1,4 @@
-"""Which channels live and die together: a walk through Torch-Pruning's dependency graph, channel by channel."""
+"""Groups of coupled channels, found by a walk through Torch-Pruning's dependency graph, channel by channel."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dllp.structure.trace import Trace
 OUTPUT = "its channels are the network's outputs"
 UNREAD = "no layer that could be cut reads its channels: they are the network's outputs"
 MISALIGNED = "its channels do not line up with those of a module they reach (an unknown operation stands between)"
-CHOSEN = "filter_fn keeps "
+FILTERED = "filter_fn keeps "
 ZERO_PAD = "a zero-pad shortcut shifts its channels"
 
 
 def components(model: nn.Module, graph: Any, trace: Trace, forbidden: set[str]) -> tuple[list[Group], dict[str, str]]:
-    """Groups that may be cut, and the reason for each root whose group may not."""
+    """Groups that may be cut, and {first producer: reason} of groups that must stay whole."""
     modules = dict(model.named_modules())
     channels = _Channels(modules)
     # A single channel is never pruned, and often broadcast over others.
@@ -38,7 +38,7 @@ def components(model: nn.Module, graph: Any, trace: Trace, forbidden: set[str]) 
         reason = _couple(graph, model, channels, name, unfit)
         if reason:
             reasons[name] = reason
-    lame = _couple_grouped(modules, channels)
+    half_coupled = _couple_grouped(modules, channels)
 
     labels = {key: channels.labels(key) for key in channels.span}
     made_by: dict[int, list[str]] = {}  # set of channels -> its producers
@@ -58,13 +58,13 @@ def components(model: nn.Module, graph: Any, trace: Trace, forbidden: set[str]) 
             pieces[makers].append(Slice(name, side, units))
 
     free, whole = [], {}
-    reasons = _spread(reasons, list(groups))
+    reasons = _propagate(reasons, list(groups))
     for makers, members in groups.items():
         entire = {p.module for p in pieces[makers] if p.side == "out" and bool((p.unit >= 0).all())}
         root = next((name for name in makers if name in entire), makers[0])
         group = Group(root, len(members), tuple(pieces[makers]))
         known = next((reasons[name] for name in makers if name in reasons), None)
-        reason = known or _reason(group, forbidden, lame, graph)
+        reason = known or _reason(group, forbidden, half_coupled, graph)
         if reason is None:
             free.append(group)
         else:
@@ -72,8 +72,8 @@ def components(model: nn.Module, graph: Any, trace: Trace, forbidden: set[str]) 
     return free, whole
 
 
-def _spread(reasons: dict[str, str], coupled: list[tuple[str, ...]]) -> dict[str, str]:
-    """Reasons of producers, handed on to all producers that are coupled to them."""
+def _propagate(reasons: dict[str, str], coupled: list[tuple[str, ...]]) -> dict[str, str]:
+    """{producer: reason} with the reasons passed on to all producers that are coupled to one that has a reason."""
     result = dict(reasons)
     changed = True
     while changed:
@@ -87,7 +87,7 @@ def _spread(reasons: dict[str, str], coupled: list[tuple[str, ...]]) -> dict[str
 
 
 def _unfit(model: nn.Module, trace: Trace) -> dict[str, str]:
-    """Modules that no group may touch, and why."""
+    """{module: reason} for modules that no group may cut."""
     owners: dict[int, str] = {}
     result: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -110,7 +110,7 @@ def _unfit(model: nn.Module, trace: Trace) -> dict[str, str]:
 
 
 def _couple(graph: Any, model: nn.Module, channels: _Channels, root: str, unfit: dict[str, str]) -> str | None:
-    """Join all channels that hang on those of `root`; the reason why they must stay whole, if there is one."""
+    """Join all channels that are coupled to the outputs of `root`; the reason if they must stay whole."""
     module = model.get_submodule(root)
     span = channels.span[root, "out"]
     fresh = [i for i, k in enumerate(span) if not channels.reached[k]]
@@ -139,8 +139,11 @@ def _couple(graph: Any, model: nn.Module, channels: _Channels, root: str, unfit:
 
 
 def _couple_grouped(modules: dict[str, nn.Module], channels: _Channels) -> set[str]:
-    """Join j, j + C/G, ... on both sides of grouped convolutions; names of those fed by more than producers."""
-    lame = set()
+    """Join channels j, j + C/G, ... on both sides of grouped convolutions, whose groups stay equally wide.
+
+    Returns the names of convolutions where some of these channels come from no convolution or linear layer.
+    """
+    half_coupled = set()
     for (name, _), row in channels.span.items():
         parts = getattr(modules[name], "groups", 1)
         if parts == 1 or is_depthwise(modules[name]):
@@ -150,26 +153,26 @@ def _couple_grouped(modules: dict[str, nn.Module], channels: _Channels) -> set[s
             together = row[j::step]
             if any(channels.reached[k] for k in together):
                 if not all(channels.reached[k] for k in together):
-                    lame.add(name)
+                    half_coupled.add(name)
                 for k in together:
                     channels.join(k, together[0])
-    return lame
+    return half_coupled
 
 
-def _reason(group: Group, forbidden: set[str], lame: set[str], graph: Any) -> str | None:
-    """Why a group must stay whole although all its modules could be cut."""
+def _reason(group: Group, forbidden: set[str], half_coupled: set[str], graph: Any) -> str | None:
+    """The reason if a group must stay whole although all its modules could be cut."""
     for piece in group.slices:
-        if piece.module in lame:
+        if piece.module in half_coupled:
             return f"{piece.module} has groups that also read channels of no convolution or linear layer"
         if piece.side == "out" and piece.module in forbidden:
-            return CHOSEN + piece.module
+            return FILTERED + piece.module
     if all(piece.side == "out" for piece in group.slices):
         return MISALIGNED if _leads_on(graph, group) else UNREAD
     return "its channels can only be kept all together" if group.units == 1 else None
 
 
 def _leads_on(graph: Any, group: Group) -> bool:
-    """Whether layers that read channels follow a group, though its own were lost on the way."""
+    """Whether layers that read channels follow a group although none of them reads the group's own."""
     nodes = [graph.module2node[graph.model.get_submodule(piece.module)] for piece in group.slices]
     for node in nodes:  # grows while it is walked through
         nodes += [after for after in node.outputs if after not in nodes]
@@ -177,20 +180,19 @@ def _leads_on(graph: Any, group: Group) -> bool:
 
 
 class _Channel(NamedTuple):
-    """A channel on one side of a node and the channel of the root that it hangs on, as index mappings want it."""
+    """A channel of a node and the root's channel it is coupled to; Torch-Pruning's index mappings use these names."""
 
     idx: int
     root_idx: int
 
 
 def _reach(graph: Any, root: nn.Module, channels: Sequence[int]) -> tuple[dict[tuple[Any, Any], set[_Channel]], bool]:
-    """Everything coupled to the output channels of `root`, {(node, pruning function): channels}, and if that is all.
+    """{(node, pruning function): channels} coupled to the output channels of `root`; False if the search was stopped.
 
-    Torch-Pruning's index mappings trip or run in circles over operations they were not made for (recurrent cells);
-    the search then ends early.
+    Torch-Pruning's index mappings fail or loop on operations they were not made for (recurrent cells).
     """
     sizes = [size for module in graph.model.modules() for size in side_sizes(module).values()]
-    most = 16 * max(sizes)  # a channel that hangs on more roots than this hints at a circle
+    most = 16 * max(sizes)  # more than this hints at a loop
     start = (graph.module2node[root], graph.get_pruner_of_module(root).prune_out_channels)
     seen = {start: {_Channel(i, i) for i in channels}}
     stack = [(*start, list(seen[start]))]
@@ -221,25 +223,8 @@ def _reach(graph: Any, root: nn.Module, channels: Sequence[int]) -> tuple[dict[t
     return seen, True
 
 
-class _Union:
-    """Sets of integers that are joined and never parted."""
-
-    def __init__(self, size: int) -> None:
-        self.parent = list(range(size))
-
-    def find(self, i: int) -> int:
-        """The set's smallest member."""
-        while self.parent[i] != i:
-            self.parent[i] = i = self.parent[self.parent[i]]
-        return i
-
-    def join(self, a: int, b: int) -> None:
-        a, b = self.find(a), self.find(b)
-        self.parent[max(a, b)] = min(a, b)
-
-
 class _Channels:
-    """All channels of all sides in one row, joined where they live and die together."""
+    """The channels of all sides of all modules, numbered; a union-find of those that are coupled."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self.span: dict[tuple[str, Side], range] = {}
@@ -248,13 +233,20 @@ class _Channels:
             for side, size in side_sizes(module).items():
                 self.span[name, side] = range(total, total + size)
                 total += size
-        self.union = _Union(total)
+        self.parent = list(range(total))
         self.reached = [False] * total
+
+    def find(self, i: int) -> int:
+        """The smallest channel of the set of channel i."""
+        while self.parent[i] != i:
+            self.parent[i] = i = self.parent[self.parent[i]]
+        return i
 
     def join(self, a: int, b: int) -> None:
         self.reached[a] = self.reached[b] = True
-        self.union.join(a, b)
+        a, b = self.find(a), self.find(b)
+        self.parent[max(a, b)] = min(a, b)
 
     def labels(self, key: tuple[str, Side]) -> list[int]:
         """The set of each channel of a side, -1 for channels that no producer reaches."""
-        return [self.union.find(i) if self.reached[i] else -1 for i in self.span[key]]
+        return [self.find(i) if self.reached[i] else -1 for i in self.span[key]]

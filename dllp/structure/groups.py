@@ -1,7 +1,7 @@
-"""The structure of a network: which channels belong together, and what they cost.
+"""The structure of a network: its groups of coupled channels, verified, and their cost.
 
-The coupling of channels is read from Torch-Pruning's dependency graph; it takes operations it does not know for
-element-wise ones, so every group is checked in float64 before it is offered: the cut network must equal the gated one.
+The coupling of channels is read from Torch-Pruning's dependency graph, which takes unknown operations for element-wise
+ones. Every group is therefore verified in float64 on a copy, the cut network against the gated one, or refused.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,39 +19,36 @@ import torch
 import torch_pruning as tp
 import torch_pruning.ops as tp_ops
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_leaves
 from torch_pruning.dependency.index_mapping import update_index_mapping
 
 from dllp.errors import ConfigError, StructureError, first_line
-from dllp.structure.cost import Cost, flops_cost, params_cost, unit_counts, weight_count
-from dllp.structure.coupling import CHOSEN, OUTPUT, ZERO_PAD, components
-from dllp.structure.slicing import Fold, Group, copied, cut, difference, recipe
+from dllp.structure.cost import Cost, flops_cost, params_cost, unit_counts
+from dllp.structure.coupling import FILTERED, OUTPUT, ZERO_PAD, components
+from dllp.structure.slicing import Group, copied, cut, difference, gated_outputs, recipe
 from dllp.structure.trace import first_example, isolated, observe, trainable_copy
 
 TOLERANCE = 1e-9
-HEARD = 1e-6
-"""Outputs that change by less than this, relative to the largest, could hide a difference from the tolerance."""
-WEIGHTS_INSTEAD = "use granularity='weight' or method magnitude-l2"
-"""The way out where channels cannot be pruned as they should."""
+SENSITIVE = 1e-6
+"""A group whose gates change the outputs by less than this, relative to the largest, is not verified by them."""
 DRAWS = 8
-"""Random weights and inputs that are tried to see every group in the outputs, which a last ReLU may hold at 0."""
+"""Most random weights and inputs that are tried until all groups change the outputs, which a ReLU may hold at 0."""
+WEIGHTS_INSTEAD = "use granularity='weight' or method magnitude-l2"
+"""The way out where channels cannot be pruned."""
 FilterFn = Callable[[nn.Module, str], bool]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A convolution or linear module: multiply-accumulates for one example, and number of weights."""
+    """A convolution or linear module and its multiply-accumulates for one example."""
 
     name: str
     macs: float
-    weights: int
 
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """Groups of channels in the order of execution, why others stay whole, and the costs as functions of the gates."""
+    """Groups in the order of execution, reasons for layers that stay whole, and costs as functions of the gates."""
 
     groups: tuple[Group, ...]
     whole: dict[str, str]
@@ -64,14 +62,9 @@ class Structure:
         return sum(group.units for group in self.groups)
 
     @property
-    def offsets(self) -> tuple[int, ...]:
-        """Where each group begins in the flat vector of units; one more entry closes the last group."""
-        return tuple(np.cumsum([0, *(group.units for group in self.groups)]).tolist())
-
-    @property
     def slices(self) -> tuple[slice, ...]:
-        """Each group's place in the flat vector of units."""
-        return tuple(slice(a, b) for a, b in zip(self.offsets, self.offsets[1:], strict=False))
+        """Each group's slice of the vector of all units."""
+        return tuple(slice(a, b) for a, b in pairwise(accumulate((group.units for group in self.groups), initial=0)))
 
     @property
     def channels_per_unit(self) -> Tensor:
@@ -91,13 +84,13 @@ class Structure:
 def discover(
     model: nn.Module, example: Tensor | tuple, *, filter_fn: FilterFn | None = None, channels: bool = True
 ) -> Structure:
-    """Groups and costs of `model` for inputs like `example`; the model is left exactly as it is.
+    """Find the groups and costs of `model` for inputs like `example`; the model is left unchanged.
 
     Args:
         model: Any module whose forward takes `example`.
         example: A batch of inputs (or a tuple of them); its first example is used.
         filter_fn: Called with every convolution and linear module and its name; False keeps its channels whole.
-        channels: Whether the groups are wanted; without, any network has costs, whatever its forward does.
+        channels: False finds costs only, which any network has whatever its forward does.
     """
     inputs = first_example(model, example)
     groups: list[Group] = []
@@ -110,18 +103,16 @@ def discover(
             groups, whole = components(scratch, graph, trace, _forbidden(model, filter_fn))
             groups, refused = _verified(scratch, groups, inputs, trace.zero_pad)
             whole |= refused
-        # of the copy in eval mode: reading a weight that is computed may change what it is computed from
-        modules = dict(scratch.named_modules())
-        layers = tuple(Layer(name, macs, weight_count(modules[name])) for name, macs in trace.macs.items())
         flops = flops_cost(scratch, groups, trace.macs, trace.total)
         params = params_cost(scratch, groups)
+    layers = tuple(Layer(name, macs) for name, macs in trace.macs.items())
     order = {name: i for i, name in enumerate(trace.macs)}
     whole = dict(sorted(whole.items(), key=lambda item: order.get(item[0], len(order))))
     return Structure(tuple(groups), whole, layers, flops, params)
 
 
 def allowed(filter_fn: FilterFn | None, module: nn.Module, name: str) -> bool:
-    """Whether a user lets a module be touched; a filter_fn that says neither yes nor no forgot to return something."""
+    """Whether filter_fn allows a module to be pruned; ConfigError unless it returns a bool."""
     if filter_fn is None:
         return True
     if not callable(filter_fn):
@@ -133,8 +124,8 @@ def allowed(filter_fn: FilterFn | None, module: nn.Module, name: str) -> bool:
 
 
 def chosen_again(whole: Mapping[str, str]) -> FilterFn:
-    """The filter_fn that keeps whole what the one of a run kept whole, by that run's reasons."""
-    kept = {reason.removeprefix(CHOSEN) for reason in whole.values() if reason.startswith(CHOSEN)}
+    """The filter_fn of a run, rebuilt from its reasons for layers that stay whole."""
+    kept = {reason.removeprefix(FILTERED) for reason in whole.values() if reason.startswith(FILTERED)}
     return lambda module, name: name not in kept
 
 
@@ -145,33 +136,31 @@ def verify(model: nn.Module, groups: Sequence[Group], keep: Tensor, example: Ten
         exact, worst = trainable_copy(model).double(), 0.0
         for draw in range(DRAWS):
             values = _random_inputs(exact, inputs, draw)
-            gap = _gap(exact, groups, keep, values)
+            gap = _compare(exact, groups, keep, values)
             if gap.value > TOLERANCE:
-                raise StructureError(_blamed(exact, groups, keep, values) or _together(gap))
+                raise StructureError(_culprit(exact, groups, keep, values, gap))
             worst = max(worst, gap.value)
-            if any(_heard(exact, groups, keep, values)):
+            if any(_sensitive(exact, groups, keep, values)):
                 break
     return worst
 
 
-def _blamed(exact: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...]) -> str:
-    """One line for the first group that differs by itself; empty where none does."""
+def _culprit(exact: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...], gap: _Gap) -> str:
+    """One line for the first group that differs by itself, or for all of them where none does."""
     for group, part in zip(groups, keep.split([g.units for g in groups]), strict=True):
-        single = _gap(exact, [group], part, inputs)
+        single = _compare(exact, [group], part, inputs)
         if single.value > TOLERANCE:
             return _refusal({group.name: single.message})
-    return ""
-
-
-def _together(gap: _Gap) -> str:
     return f"groups that pass one by one cannot be pruned together: {gap.message}; {WEIGHTS_INSTEAD}"
 
 
-def _dependency_graph(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    class Opaque(tp_ops.DummyPruner):
-        """Makes a module that Torch-Pruning does not know visible in its graph."""
+class _Opaque(tp_ops.DummyPruner):
+    """Makes a module that Torch-Pruning does not know visible in its graph."""
 
-    opaque: dict[Any, Any] = {kind: Opaque() for kind in (nn.LocalResponseNorm, nn.GRU, nn.RNN)}
+
+def _dependency_graph(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    """Torch-Pruning's graph of the network; StructureError where it cannot trace it."""
+    opaque: dict[Any, Any] = {kind: _Opaque() for kind in (nn.LocalResponseNorm, nn.GRU, nn.RNN)}
     graph = tp.DependencyGraph()
     try:
         # Without forward_fn Torch-Pruning first tries model(*batch), which unbatches the example.
@@ -187,10 +176,10 @@ def _dependency_graph(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
 
 
 def _map_indices(graph: Any) -> None:
-    """Torch-Pruning's last step once more, node by node.
+    """Repeat Torch-Pruning's last step node by node.
 
-    It divides by 0 over a shuffle before a split, and leaves all nodes beyond without index mappings. That one node
-    alone stays without: channels do not line up there, which is found as for any unknown operation.
+    It divides by 0 at a shuffle before a split, and leaves all later nodes without index mappings. Now that one node
+    alone has none: channels do not line up there, which is found as for any unknown operation.
     """
     for module, node in graph.module2node.items():
         alone = copy.copy(graph)
@@ -200,13 +189,13 @@ def _map_indices(graph: Any) -> None:
 
 
 def _forbidden(model: nn.Module, filter_fn: FilterFn | None) -> set[str]:
-    """Names of the producers that the user wants to keep whole."""
+    """Names of the convolutions and linear modules that filter_fn keeps whole."""
     producers = ((n, m) for n, m in model.named_modules() if isinstance(m, (_ConvNd, nn.Linear)))
     return {name for name, module in producers if not allowed(filter_fn, module, name)}
 
 
 def _randomised(model: nn.Module, draw: int) -> nn.Module:
-    """A float64 copy in which no weight, scale or statistic is so special that it hides an error."""
+    """A float64 copy with random parameters and buffers, none of them near 0 or equal, which could hide an error."""
     result = copied(model).double()
     generator = torch.Generator().manual_seed(3 * draw)
     with torch.no_grad():
@@ -230,7 +219,8 @@ class _Gap(NamedTuple):
     message: str
 
 
-def _gap(exact: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...]) -> _Gap:
+def _compare(exact: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...]) -> _Gap:
+    """The difference of the gated and the cut network, with the message for a refusal."""
     try:
         value = difference(exact, groups, keep, inputs)
     except Exception as error:
@@ -245,43 +235,40 @@ def _gap(exact: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[
 
 
 def _training_failure(exact: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...]) -> str:
-    """What the cut network raises in training mode, in which a forward may call layers that evaluation does not."""
+    """The error of the cut network in training mode, in which a forward may call other layers; empty without one."""
     pairs = tuple(torch.cat([x, x]) if isinstance(x, Tensor) and x.dim() else x for x in inputs)
     failures = []
     for network in (cut(exact, recipe(exact, groups, keep)), copied(exact)):
         try:
-            with torch.no_grad():  # of two examples: batch norms take no single one
+            with torch.no_grad():  # with two examples, since batch norms refuse a single one
                 network.train()(*pairs)
         except Exception as error:
             failures.append(first_line(error))
             continue
         break
-    return failures[0] if len(failures) == 1 else ""  # a network that fails uncut too fails for reasons of its own
+    return failures[0] if len(failures) == 1 else ""  # where the uncut network fails too, the cut is not the reason
 
 
-def _heard(exact: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...]) -> list[bool]:
-    """Whether outputs change with the gates of each group, by their gradient at `keep`; True where there is none."""
-    parameters = dict(exact.named_parameters())
-    device = next(iter(parameters.values())).device
-    gates = keep.to(device, torch.float64).requires_grad_()
-    weights = Fold(exact, groups).to(device)(parameters, gates)
-    found = [leaf for leaf in tree_leaves(functional_call(exact, weights, inputs)) if isinstance(leaf, Tensor)]
+def _sensitive(exact: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...]) -> list[bool]:
+    """Whether the outputs change with the gates of each group, by their gradient at `keep`; True without a gradient."""
+    gates = keep.to(next(exact.parameters()).device, torch.float64).requires_grad_()
+    found = gated_outputs(exact, groups, gates, inputs)
     outputs = [leaf.double().flatten() for leaf in found if leaf.is_floating_point() and leaf.requires_grad]
     if not outputs:
         return [True] * len(groups)
     output = torch.cat(outputs)
     generator = torch.Generator().manual_seed(0)
-    mixed = output @ torch.rand(len(output), generator=generator, dtype=torch.float64).to(device)
+    mixed = output @ torch.rand(len(output), generator=generator, dtype=torch.float64).to(output.device)
     try:
         (slope,) = torch.autograd.grad(mixed, gates, materialize_grads=True)
     except RuntimeError:  # kernels without a gradient in evaluation, as cuDNN's recurrent ones
         return [True] * len(groups)
-    least = HEARD * float(output.detach().abs().max())
+    least = SENSITIVE * float(output.detach().abs().max())
     return [bool((part.abs() > least).any()) for part in slope.split([group.units for group in groups])]
 
 
 def _random_inputs(exact: nn.Module, inputs: tuple[Any, ...], draw: int) -> tuple[Any, ...]:
-    """Random numbers in place of real ones, in float64, after a check that the network takes them."""
+    """Random float64 numbers in place of real inputs, after a check that the network takes them."""
     generator = torch.Generator().manual_seed(3 * draw + 1)
     result = tuple(
         torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
@@ -300,7 +287,7 @@ def _random_inputs(exact: nn.Module, inputs: tuple[Any, ...], draw: int) -> tupl
 
 
 def _refusal(refused: dict[str, str]) -> str:
-    """One line for the first group that cannot be pruned safely, and a way out for all of them."""
+    """One line for the first group that cannot be pruned, and the way out for all of them."""
     name, message = next(iter(refused.items()))
     others = f" (and of {len(refused) - 1} more)" if len(refused) > 1 else ""
     return (
@@ -312,24 +299,24 @@ def _refusal(refused: dict[str, str]) -> str:
 def _verified(
     model: nn.Module, groups: list[Group], inputs: tuple[Any, ...], zero_pad: bool
 ) -> tuple[list[Group], dict[str, str]]:
-    """The groups for which cut and gated network agree, and why others stay whole; refuses groups of neither kind."""
+    """The groups for which cut and gated network agree, and reasons for others that stay whole; refuses the rest."""
     if not groups:
         return [], {}
     generator = torch.Generator().manual_seed(2)
 
     def gap(chosen: list[Group]) -> _Gap:
-        """The largest of two trials, and of more as long as there is a group that the outputs have not told about."""
-        gaps, unheard = [], set(range(len(chosen)))
+        """The largest of two trials, and of up to `DRAWS` until every group has changed the outputs once."""
+        gaps, untested = [], set(range(len(chosen)))
         for draw in range(DRAWS):
             exact = _randomised(model, draw)
             values = _random_inputs(exact, inputs, draw)
             halves = [torch.randperm(group.units, generator=generator) < (group.units + 1) // 2 for group in chosen]
             keep = torch.cat(halves)
-            gaps.append(_gap(exact, chosen, keep, values))
+            gaps.append(_compare(exact, chosen, keep, values))
             if gaps[-1].value > TOLERANCE:
                 break
-            unheard -= {g for g, heard in enumerate(_heard(exact, chosen, keep, values)) if heard}
-            if draw and not unheard:
+            untested -= {g for g, tested in enumerate(_sensitive(exact, chosen, keep, values)) if tested}
+            if draw and not untested:
                 break
         return max(gaps)
 

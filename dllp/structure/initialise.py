@@ -1,4 +1,4 @@
-"""Initialisation of networks: Kaiming for convolutions, each module's own rule for the rest."""
+"""Initialisation of networks: Kaiming for convolutions, each module's own rule for the others."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ HOOKED = frozenset({"weight_g", "weight_v", "weight_orig"})
 
 @torch.no_grad()
 def initialise(model: nn.Module) -> None:
-    """Initialise every parameter of `model` that is not frozen in place, drawing from the global generators.
+    """Initialise every parameter of `model` in place that is not frozen, from the global random generators.
 
-    Convolutions get Kaiming normal weights (fan-out, ReLU) and zero biases, normalisations weight 1 and bias 0,
-    every other module what its own `reset_parameters()` does. A module with parameters of its own that learn and no
-    such method, or whose weight is computed from them, cannot be re-initialised; nothing is changed then.
+    Convolutions get Kaiming normal weights (fan-out, ReLU) and zero biases, normalisations weight 1 and bias 0; every
+    other module is reset by its own `reset_parameters()`. ConfigError, before anything is changed, for a module with
+    trainable parameters of its own and no such method, or with a weight that is computed from them.
     """
     for name, module in model.named_modules():
         if not any(p.requires_grad for p in module.parameters(recurse=False)):
@@ -38,13 +38,14 @@ def initialise(model: nn.Module) -> None:
             )
     frozen = [(p, p.clone()) for p in model.parameters() if not p.requires_grad]
     for module in model.modules():
-        if not _learns(module):
+        own = list(module.parameters(recurse=False))
+        if own and not any(p.requires_grad for p in own):
             continue
         reset = _resetter(module)
         if reset is not None:
             reset()
-        if next(module.parameters(recurse=False), torch.empty(0)).is_meta:
-            continue  # there are no values, and normal_ would load PyTorch's compiler for nothing
+        if own and own[0].is_meta:
+            continue  # without values, and normal_ would import PyTorch's compiler
         if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
             fan_out = module.out_channels // module.groups * math.prod(module.kernel_size)
             module.weight.normal_(0, math.sqrt(2 / fan_out))
@@ -59,7 +60,7 @@ def initialise(model: nn.Module) -> None:
 
 
 def reinitialise(model: nn.Module, seed: int) -> None:
-    """Re-initialise any network in place, but for what is frozen, reproducibly; global generators stay as they were."""
+    """Initialise a network from `seed`, frozen parameters excepted; the global random generators are left unchanged."""
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
         # torch.manual_seed would also seed devices that are not forked.
@@ -67,12 +68,6 @@ def reinitialise(model: nn.Module, seed: int) -> None:
         for index in devices:
             torch.cuda.default_generators[index].manual_seed(seed)
         initialise(model)
-
-
-def _learns(module: nn.Module) -> bool:
-    """Whether a module has no parameters of its own, or any that is not frozen."""
-    own = list(module.parameters(recurse=False))
-    return not own or any(p.requires_grad for p in own)
 
 
 def _resetter(module: nn.Module):

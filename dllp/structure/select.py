@@ -11,15 +11,15 @@ from dllp.structure.coupling import OUTPUT, UNREAD
 from dllp.structure.groups import WEIGHTS_INSTEAD, Structure
 
 NEAR = 0.005
-"""A budget is met where no more than this share of the dense cost is left of it."""
+"""A budget counts as met when at most this fraction of the dense cost is left unused."""
 
 
 def select(structure: Structure, logits: Tensor, *, cost: Cost, keep: float | None, round_to: int = 1) -> Tensor:
     """logits (U,) -> bool (U,): the units to keep; cost at most `keep` * dense, or logits > 0 without `keep`.
 
     Units are taken in descending order of their logits, in chunks of `round_to` channels within each group; the best
-    chunk of each group always stays. After the first chunk that does not fit, smaller ones fill what is left; where
-    that is still much, the last chunk of a group makes room for others that fill more.
+    chunk of each group always stays. After the first chunk that does not fit, smaller ones use the remaining budget;
+    where that is still much, the last chunk of a group is exchanged for others that use more of it.
     """
     scores = logits.detach().to("cpu", torch.float64)
     if scores.shape != (structure.units,) or bool(scores.isnan().any()):
@@ -54,7 +54,7 @@ def select(structure: Structure, logits: Tensor, *, cost: Cost, keep: float | No
 
 
 def _reasons(structure: Structure) -> str:
-    """Why the costliest layers stay whole that could have been cut, in a few words."""
+    """The reasons of the costliest inner layers that stay whole."""
     costs = {layer.name: layer.macs for layer in structure.layers}
     inner = [name for name, why in structure.whole.items() if why not in (OUTPUT, UNREAD)]
     names = sorted(inner, key=lambda name: -costs.get(name, 0.0))
@@ -62,7 +62,7 @@ def _reasons(structure: Structure) -> str:
 
 
 def _nearest(kept: Tensor, ranking: list[tuple[int, Tensor]], cost: Cost, budget: float) -> Tensor:
-    """Fill the budget, and while it is missed by more than `NEAR`, let a group's last chunk make room for others."""
+    """Fill the budget; while more than `NEAR` of it is unused, try to exchange a group's last chunk for others."""
     kept, now = _fill(kept, ranking, cost, budget, set())
     while budget - now > NEAR * cost.dense:
         last = {owner: chunk for owner, chunk in ranking if bool(kept[chunk[0]])}
@@ -81,9 +81,9 @@ def _nearest(kept: Tensor, ranking: list[tuple[int, Tensor]], cost: Cost, budget
 def _fill(
     kept: Tensor, ranking: list[tuple[int, Tensor]], cost: Cost, budget: float, closed: set[int]
 ) -> tuple[Tensor, float]:
-    """Take chunks in order while they fit, and what all then cost; a group whose next chunk does not fit is closed."""
+    """Take chunks in order while they fit, and return their cost; a group whose next chunk does not fit is closed."""
     signals = cost.signals.numpy()
-    linear, pair = (cost.linear).numpy(), cost.pair.numpy()
+    linear, pair = cost.linear.numpy(), cost.pair.numpy()
     in_signal, out_signal = cost.in_signal.numpy(), cost.out_signal.numpy()
     counts = kept.double().numpy() @ signals
     inputs = cost.in_const.numpy() + counts[in_signal]

@@ -303,17 +303,20 @@ def fold_in(network: nn.Module, fold: Fold | WeightFold, gates: Tensor) -> tuple
     return tuple(weights)
 
 
+def gated_outputs(model: nn.Module, groups: Sequence[Group], gates: Tensor, inputs: tuple[Any, ...]) -> list[Tensor]:
+    """All output tensors of a network whose channels are gated by `gates` (U,)."""
+    weights = Fold(model, groups).to(gates.device)(dict(model.named_parameters()), gates)
+    return _tensors(functional_call(model, weights, inputs))
+
+
 def difference(model: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...]) -> float | None:
     """Largest difference of gated and cut network, relative to the largest output; None where shapes differ.
 
     NaN counts as an infinite difference. Errors of the cut network are not caught.
     """
-    parameters = dict(model.named_parameters())
-    device = next(iter(parameters.values())).device
     with torch.no_grad():
-        gates = keep.to(device, torch.float64)
-        weights = Fold(model, groups).to(device)(parameters, gates)
-        expected = _tensors(functional_call(model, weights, inputs))
+        gates = keep.to(next(model.parameters()).device, torch.float64)
+        expected = gated_outputs(model, groups, gates, inputs)
         actual = _tensors(cut(model, recipe(model, groups, keep))(*inputs))
         if [a.shape for a in actual] != [e.shape for e in expected]:
             return None

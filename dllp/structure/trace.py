@@ -1,4 +1,4 @@
-"""What one forward of a single example shows: calls, multiply-accumulates, and channels padded with zeros."""
+"""One observed forward of a single example: calls, multiply-accumulates, zero-pad shortcuts; checks of networks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from dllp.errors import StructureError, first_line
 from dllp.structure.slicing import copied, side_sizes
 
 UNFIT = (RuntimeError, NotImplementedError, ValueError, IndexError)
-"""What a forward pass raises about inputs that do not fit; a subclass, such as for memory, is about something else."""
+"""Errors of a forward pass on inputs that do not fit; their subclasses (out of memory) have other causes."""
 
 
 @contextmanager
 def explained(x: Tensor, cut: bool) -> Iterator[None]:
-    """Say what it means where a network fails on a batch, although it took the first examples."""
+    """Explain the error of a network that fails on a batch although it took the first examples."""
     try:
         yield
     except UNFIT as error:
@@ -45,7 +45,7 @@ def explained(x: Tensor, cut: bool) -> Iterator[None]:
 
 
 def first_example(model: nn.Module, example: Tensor | tuple) -> tuple[Any, ...]:
-    """The first example of each input, where the network is."""
+    """The first example of each input, on the network's device."""
     check_network(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     inputs = tuple(example) if isinstance(example, (tuple, list)) else (example,)
@@ -60,7 +60,7 @@ def first_example(model: nn.Module, example: Tensor | tuple) -> tuple[Any, ...]:
 
 @contextmanager
 def isolated(model: nn.Module) -> Iterator[None]:
-    """Random states as before, gradients on (the graph is read from autograd), and silence."""
+    """Restore random states afterwards, enable gradients (the graph is read from autograd), silence warnings."""
     devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
     ordinals = sorted(d.index or 0 for d in devices)
     with torch.random.fork_rng(devices=ordinals), undisturbed(), warnings.catch_warnings():
@@ -69,7 +69,7 @@ def isolated(model: nn.Module) -> Iterator[None]:
 
 
 def check_network(model: object) -> None:
-    """Raise for what is no network, hides its layers, or has none yet."""
+    """Raise for an object that is no network, hides its layers, or has lazy ones."""
     if not isinstance(model, nn.Module):
         kind = f"the class {model.__name__}" if isinstance(model, type) else f"of type {type(model).__name__}"
         raise StructureError(f"the network is {kind}: give an instance of nn.Module")
@@ -93,7 +93,7 @@ def check_network(model: object) -> None:
 
 
 def trainable_copy(model: nn.Module) -> nn.Module:
-    """A copy in eval mode with every parameter trainable: Torch-Pruning overlooks frozen layers."""
+    """A copy in eval mode with every parameter trainable, since Torch-Pruning overlooks frozen layers."""
     result = copied(model).eval()
     for parameter in result.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
@@ -102,7 +102,7 @@ def trainable_copy(model: nn.Module) -> nn.Module:
 
 
 class _ZeroPad(TorchFunctionMode):
-    """Watches a forward for tensors widened with zeros along their channels and then added to others."""
+    """Detects tensors that a forward pads with zero channels and then adds to others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class _ZeroPad(TorchFunctionMode):
 
 @dataclass
 class Trace:
-    """What one forward of a single example shows; `macs` is in the order of execution."""
+    """Record of one forward of a single example; `macs` of each layer are in the order of execution."""
 
     macs: dict[str, float] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
@@ -134,7 +134,7 @@ class Trace:
 
 @contextmanager
 def _countable(model: nn.Module) -> Iterator[None]:
-    """Recurrent layers and attention computed by matrix products: what libraries fuse is no FLOPs to the counter."""
+    """Compute recurrent layers and attention by matrix products, since the counter does not see fused kernels."""
     plain = not any(isinstance(module, nn.RNNBase) for module in model.modules())
     with (
         torch.backends.mkldnn.flags(enabled=plain),
@@ -145,22 +145,19 @@ def _countable(model: nn.Module) -> Iterator[None]:
 
 
 def misfit(model: nn.Module, inputs: list[Tensor], error: Exception) -> str:
-    """Why the network cannot take the inputs; types that differ are the one cause with a sure way out."""
+    """One line for a network that cannot take the inputs, with a way out where dtypes differ."""
     shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
-    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    given = {x.dtype for x in inputs if x.is_floating_point()}
-    way_out = ""
-    if given and kinds != given:
-        way_out = f"; its weights are {_names(kinds)} but inputs {_names(given)}: convert the network with .float()"
+    kinds, given = (
+        " and ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors if t.is_floating_point()}))
+        for tensors in (model.parameters(), inputs)
+    )
+    differ = given and kinds != given
+    way_out = f"; its weights are {kinds} but inputs {given}: convert the network with .float()" if differ else ""
     return f"the network cannot take inputs of shape {shapes}: {first_line(error)}{way_out}"
 
 
-def _names(kinds: set[torch.dtype]) -> str:
-    return " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
-
-
 def observe(model: nn.Module, inputs: tuple[Any, ...]) -> Trace:
-    """Run one forward, hooks in place for its duration; StructureError where the network cannot take the inputs."""
+    """Run one forward and record it by hooks; StructureError where the network cannot take the inputs."""
     trace = Trace()
 
     def hook(name: str, module: nn.Module) -> Callable[..., None]:
@@ -188,7 +185,7 @@ def observe(model: nn.Module, inputs: tuple[Any, ...]) -> Trace:
     finally:
         for handle in handles:
             handle.remove()
-    if versions != [x._version for x in tensors]:  # every particle would see what those before it left
+    if versions != [x._version for x in tensors]:  # every particle would see the changes of those before it
         raise StructureError("the network changes its inputs in place: let its forward begin with x = x.clone()")
     if trace.macs and not any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(output)):
         raise StructureError("the network's graph cannot be traced: its forward switches gradients off")

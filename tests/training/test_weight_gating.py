@@ -81,8 +81,8 @@ def test_prices_of_weights(channels_last: bool) -> None:
     gating = weight_gating(particles, structure, linear=True)
     keep = torch.rand(gating.units) < 0.3
     weights = gating.weights(dict(particles.networks[0].named_parameters()), keep.float())
-    macs = {layer.name: layer.macs / layer.weights for layer in structure.layers}
-    left = sum(macs[key.removesuffix(".weight")] * int(w.count_nonzero()) for key, w in weights.items())
+    macs = {f"{layer.name}.weight": layer.macs for layer in structure.layers}
+    left = sum(macs[key] * int(w.count_nonzero()) / w.numel() for key, w in weights.items())
     assert gating.flops.expected(keep.float()).item() == pytest.approx(left, rel=1e-12)  # all work is gated
     gone = int((~keep).sum())
     assert gating.params.expected(keep.float()).item() == structure.params.dense - gone
