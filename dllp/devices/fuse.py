@@ -25,7 +25,7 @@ ADD = (operator.add, operator.iadd, torch.add)
 
 
 def available() -> bool:
-    """Whether Triton is installed, which compiles the kernels."""
+    """True if Triton is installed, which compiles the kernels."""
     return find_spec("triton") is not None
 
 
@@ -94,7 +94,7 @@ def rewrite(network: nn.Module, stages: Sequence[str] = ()) -> fx.GraphModule | 
 
 
 def agree(network: nn.Module, fused: nn.Module, example: Tensor) -> bool:
-    """Whether outputs and running statistics are equal within `TOLERANCE`, random layers included."""
+    """True if outputs and running statistics are equal within `TOLERANCE`, random layers included."""
     results = []
     for module in (network, fused):
         trial = copy.deepcopy(module)
@@ -120,7 +120,7 @@ def _eligible(norm: nn.BatchNorm2d) -> bool:
 
 
 def _narrow(conv: nn.Conv2d) -> bool:
-    """Whether a convolution is plain 3x3, keeps the image's size and has few channels."""
+    """True if a convolution is plain 3x3, keeps the image's size and has few channels."""
     plain = (conv.kernel_size, conv.stride, conv.padding, conv.dilation) == ((3, 3), (1, 1), (1, 1), (1, 1))
     plain = plain and conv.groups == 1 and conv.bias is None and conv.padding_mode == "zeros"
     channels = {conv.in_channels, conv.out_channels}

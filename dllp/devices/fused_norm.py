@@ -25,7 +25,7 @@ WARPS = 8
 
 @triton.jit
 def _finish(ticket_ptr, block, PARTS: tl.constexpr):
-    """Whether this program is the last of its block to arrive here; the ticket is then ready for the next launch."""
+    """True if this program is the last of its block to arrive here; the ticket is then ready for the next launch."""
     tl.debug_barrier()
     last = tl.atomic_add(ticket_ptr + block, 1, sem="acq_rel") == PARTS - 1
     if last:
@@ -217,7 +217,7 @@ class FusedNorm(nn.Module):
 
     Args:
         norm: An affine :class:`torch.nn.BatchNorm2d` with running statistics and a fixed momentum.
-        relu: Whether the output is rectified, after a residual is added if one is given.
+        relu: True rectifies the output, after a residual is added if one is given.
     """
 
     running_mean: Tensor

@@ -114,7 +114,7 @@ class Place:
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0, which reports for all."""
+        """True if this is rank 0, which reports for all."""
         return self.everyone.index == 0
 
     @property

@@ -55,7 +55,7 @@ def _layers(module: nn.Module) -> int:
 
 
 def is_chain(module: nn.Module) -> bool:
-    """Whether a module is a plain sequence of single layers, as in VGG."""
+    """True if a module is a plain sequence of single layers, as in VGG."""
     return type(module) is nn.Sequential and _layers(module) > 1 and all(_layers(part) < 2 for part in module)
 
 
@@ -63,7 +63,7 @@ class Recompute:
     """Runs networks with recomputed stages.
 
     Attributes:
-        random: Whether a network has drawn random numbers, which a captured graph could not draw again.
+        random: True once a network has drawn random numbers, which a captured graph could not draw again.
     """
 
     def __init__(self) -> None:

@@ -172,7 +172,7 @@ def _reason(group: Group, forbidden: set[str], half_coupled: set[str], graph: An
 
 
 def _leads_on(graph: Any, group: Group) -> bool:
-    """Whether layers that read channels follow a group although none of them reads the group's own."""
+    """True if layers that read channels follow a group although none of them reads the group's own."""
     nodes = [graph.module2node[graph.model.get_submodule(piece.module)] for piece in group.slices]
     for node in nodes:  # grows while it is walked through
         nodes += [after for after in node.outputs if after not in nodes]

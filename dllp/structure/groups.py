@@ -112,7 +112,7 @@ def discover(
 
 
 def allowed(filter_fn: FilterFn | None, module: nn.Module, name: str) -> bool:
-    """Whether filter_fn allows a module to be pruned; ConfigError unless it returns a bool."""
+    """True if filter_fn allows a module to be pruned; ConfigError where it returns no bool."""
     if filter_fn is None:
         return True
     if not callable(filter_fn):
@@ -250,7 +250,7 @@ def _training_failure(exact: nn.Module, groups: Sequence[Group], keep: Tensor, i
 
 
 def _sensitive(exact: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...]) -> list[bool]:
-    """Whether the outputs change with the gates of each group, by their gradient at `keep`; True without a gradient."""
+    """For each group, True if the outputs change with its gates, by the gradient at `keep`; True without a gradient."""
     gates = keep.to(next(exact.parameters()).device, torch.float64).requires_grad_()
     found = gated_outputs(exact, groups, gates, inputs)
     outputs = [leaf.double().flatten() for leaf in found if leaf.is_floating_point() and leaf.requires_grad]

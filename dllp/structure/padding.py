@@ -46,7 +46,7 @@ def padded(model: nn.Module, structure: Structure, keep: Tensor, multiple: int) 
 
 
 def rounded(model: nn.Module, structure: Structure, keep: Tensor, multiple: int) -> tuple[nn.Module, float]:
-    """What `round_to` would have made of the same budget: another network, for measuring time only; and its MACs."""
+    """The network that `round_to` would have made of the same budget, for measuring time only; and its MACs."""
     units, kept = [group.units for group in structure.groups], [int(keep[part].sum()) for part in structure.slices]
     steps, budget = structure.steps(multiple), _macs(structure, keep)
     counts = [

@@ -48,7 +48,7 @@ class Group:
 
 
 def is_depthwise(module: nn.Module) -> bool:
-    """Whether each output channel of a convolution reads its own input channel only."""
+    """True if each output channel of a convolution reads its own input channel only."""
     return isinstance(module, _ConvNd) and 1 < module.groups == module.in_channels == module.out_channels
 
 
