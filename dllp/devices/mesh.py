@@ -172,9 +172,9 @@ class Mirror:
         return self.rows, self.scores
 
 
-def merged(parts: Sequence[Tensor], add: Axis) -> list[Tensor]:
+def merged(parts: Sequence[Tensor], axis: Axis) -> list[Tensor]:
     """Tensors of one dtype -> their sums over all processes, by one all-reduce."""
-    flat = add.add_(torch.cat([part.reshape(-1) for part in parts]))
+    flat = axis.add_(torch.cat([part.reshape(-1) for part in parts]))
     pieces = flat.split([part.numel() for part in parts])
     return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
