@@ -1,4 +1,4 @@
-"""Which units stay: in order of their scores, within the budget, in round numbers."""
+"""The choice of units: in order of their scores, within the budget, in round numbers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from dllp.errors import StructureError
 from dllp.structure.groups import Structure, discover
+from dllp.structure.padding import widened
 from dllp.structure.select import select
 from tests.support import networks
 
@@ -166,3 +167,21 @@ def test_gates_at_one_half_are_closed(structure: Structure) -> None:
     """theta > 1/2 is open, as for gates of single weights; the best of each group stays all the same."""
     kept = select(structure, torch.zeros(structure.units), cost=structure.flops, keep=None)
     assert [int(kept[part].sum()) for part in structure.slices] == [1] * len(structure.groups)
+
+
+def bits(text: str) -> Tensor:
+    return torch.tensor([digit == "1" for digit in text.replace(" ", "")])
+
+
+def test_widened_adds_units_in_an_order_up_to_a_multiple() -> None:
+    """Groups of 2 and 3 units with 4 channels each, and of 6 with 1: a multiple of channels is another of units."""
+    structure = discover(networks.grouped(), networks.images())
+    keep = bits("01 001 001010")
+    assert structure.steps(8) == [2, 2, 8] and structure.steps(4) == [1, 1, 4]
+    by_index = widened(structure, keep, structure.steps(4))
+    assert torch.equal(by_index, bits("01 001 111010"))
+    assert torch.equal(widened(structure, keep, structure.steps(8)), bits("11 101 111111"))
+    priority = torch.arange(structure.units).float()
+    by_priority = widened(structure, keep, [2, 2, 4], priority)
+    assert torch.equal(by_priority, bits("11 011 001111"))
+    assert torch.equal(widened(structure, by_index, structure.steps(4), priority), by_index), "nothing is missing"
