@@ -33,9 +33,9 @@ import torch
 from PIL import Image
 
 from dllp.data import StreamBatches, StreamedData
-from dllp.data.bad import Tally
-from dllp.data.sources import of_classes
-from dllp.data.stream import Order, read
+from dllp.data.sources import from_class_folders
+from dllp.data.stream import BatchOrder, read_batches
+from dllp.data.unreadable import UnreadableImages
 
 CORES, BATCH = 2, 256
 TICK = os.sysconf("SC_CLK_TCK")
@@ -95,8 +95,10 @@ def cost(work: Callable[[], object]) -> tuple[float, float]:
 def measure(folder: Path, image_size: int, batches: int, rounds: int) -> dict[str, Any]:
     """`rounds` turns of so many batches."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
-    sources, _ = of_classes(folder, "train")
-    data = StreamedData(sources, torch.zeros(len(sources)).long(), image_size, Tally(len(sources)), workers=CORES)
+    sources, _ = from_class_folders(folder, "train")
+    data = StreamedData(
+        sources, torch.zeros(len(sources)).long(), image_size, UnreadableImages(len(sources)), workers=CORES
+    )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     order = torch.randperm(len(sources), generator=torch.Generator().manual_seed(0))[: batches * BATCH].tolist()
     parts = [[sources.path(i) for i in order[start : start + 32]] for start in range(0, len(order), 32)]
@@ -108,7 +110,9 @@ def measure(folder: Path, image_size: int, batches: int, rounds: int) -> dict[st
         pillow()  # files and processes are warm from here on
         for _ in range(rounds):
             turn = {"pillow": cost(pillow), "resized": cost(resized)}
-            turn["host"] = taken(read(data, Order(StreamBatches(data, BATCH, seed=0), 0, 0), finish=False), batches)
+            turn["host"] = taken(
+                read_batches(data, BatchOrder(StreamBatches(data, BATCH, seed=0), 0, 0), finish=False), batches
+            )
             turn["whole"] = taken(endless(data, device), batches)
             turns.append(turn)
     count = {name: len(order) if name in ("pillow", "resized") else batches * BATCH for name in turns[0]}

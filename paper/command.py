@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dllp.data import Dataset, load, names
-from dllp.data.bad import LeftOut
-from dllp.data.download import Progress
+from dllp.data.cifar10 import Progress
+from dllp.data.unreadable import SkippedImage
 from dllp.devices.device import find_device
 from dllp.errors import ConfigError
 from dllp.records import EpochRecord
@@ -148,13 +148,13 @@ class _Work:
     def _load(self, bar: Progress | None, told: list[str] | None = None) -> Dataset:
         """The data; images that cannot be read are said, and added to `told`."""
 
-        def tell(image: LeftOut) -> None:
+        def tell(image: SkippedImage) -> None:
             if told is not None:
                 told.append(_absolute(image.name))
             if not self.given.get("quiet"):
                 say_left_out(image)
 
-        return load(self.data, root=self.given.get("data_root"), progress=bar, tell=tell, **self._loading)
+        return load(self.data, root=self.given.get("data_root"), progress=bar, report=tell, **self._loading)
 
     def _spread(self, pool: Processes | cluster.Cluster) -> None:
         def tell(text: str) -> None:

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dllp.data import ArrayData, Dataset, StreamedData, digits, holdout, ood, stratified
+from dllp.data import ArrayData, Dataset, StreamedData, holdout, ood, stratified
 from dllp.data.corruptions import parse
 from paper.store import OUTSIDE
 
@@ -72,5 +72,5 @@ class Splits:
         return {CLEAN: self.data.test, **corrupted, **self._far(self.data.test)}
 
     def _far(self, test: ArrayData) -> dict[str, ArrayData]:
-        found = {name: ood.find(name, test) for name in FAR if name != "digits" or digits.installed()}
+        found = {name: ood.find(name, test) for name in FAR}
         return {OUTSIDE + name: data.subset(range(min(len(data), MOST_OUTSIDE))) for name, data in found.items()}

@@ -12,7 +12,7 @@ import torch
 
 from dllp import __version__
 from dllp.data import load
-from dllp.data.bad import LeftOut
+from dllp.data.unreadable import SkippedImage
 from dllp.devices.device import find_device
 from dllp.errors import DllpError, WorkerError
 from paper.attempt import Failed, attempt
@@ -90,16 +90,16 @@ class Worker:
             raise WorkerError(f"it has dllp {__version__}, not {own.version}: install the same version everywhere")
         torch.set_num_threads(own.threads)
         machine: dict[str, Any] = {"device": str(find_device(own.device)), "precision": own.precision}
-        data = load(own.data, root=own.root, tell=None if own.quiet else self._tell, **own.loading)
+        data = load(own.data, root=own.root, report=None if own.quiet else self._tell, **own.loading)
         runner = Runner(data, everywhere=own.everywhere, **machine, recompute=own.recompute)
         check_data(own.seen, runner)
         return runner
 
-    def _tell(self, image: LeftOut) -> None:
+    def _tell(self, image: SkippedImage) -> None:
         if image.name not in self.settings.told:
             say_left_out(image)
 
 
-def say_left_out(image: LeftOut) -> None:
+def say_left_out(image: SkippedImage) -> None:
     """One line on standard error."""
     print("dllp: warning:", " ".join(str(image).split()), file=sys.stderr, flush=True)

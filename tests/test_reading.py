@@ -133,7 +133,7 @@ def test_pillow_gets_only_the_formats_we_name(tmp_path: Path) -> None:
 
 def test_large_images_are_told_by_their_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = images(tmp_path / "images")
-    monkeypatch.setattr(pictures_of, "PIXELS", 63)
+    monkeypatch.setattr(pictures_of, "MAX_PIXELS", 63)
     with pytest.raises(DataError, match="8x8: more than 63 pixels"):
         data.load(pictures)
     monkeypatch.undo()

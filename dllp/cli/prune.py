@@ -22,7 +22,7 @@ from dllp.cli import tensorboard as boards
 from dllp.cli.task import DENSE_FILE, DLLP, SETTINGS, Task, describe, disk
 from dllp.config import Config, changeable
 from dllp.data import Dataset
-from dllp.data.bad import LeftOut, Tell
+from dllp.data.unreadable import Report, SkippedImage
 from dllp.devices.device import WORKSPACE, WORKSPACES, find_device
 from dllp.devices.ranks import Ranks, joined, restarts
 from dllp.errors import ConfigError, Interrupted, NumericsError, RankError
@@ -107,14 +107,14 @@ def follow(ranks: Ranks, signals: Signals) -> None:
                 signals.training = None
 
 
-def prepared(ranks: Ranks, task: Task, values: dict[str, Any], tell: Tell | None, quiet: bool) -> Prepared:
+def prepared(ranks: Ranks, task: Task, values: dict[str, Any], report: Report | None, quiet: bool) -> Prepared:
     """Data, configuration, network and what of it is new to given weights, on every process or on none."""
 
     def work() -> Prepared:
         early = task.config(values)  # bad values are told before any data is read
         find_device(early.device)
         with progress.download(quiet) as bar:
-            data = task.load(early.seed, bar, tell)
+            data = task.load(early.seed, bar, report)
         if not task.is_code:
             zoo.check_images(task.model, data.train.shape[1:])
         config = task.config(values, data).resolved()
@@ -282,7 +282,7 @@ class _Pruning:
             warn(f"{name}: {nothing}")
         return result
 
-    def leave_out(self, image: LeftOut) -> None:
+    def leave_out(self, image: SkippedImage) -> None:
         """Tell of an image that cannot be read, and log it."""
         warn(str(image))
         self.folder.note(image)

@@ -19,9 +19,9 @@ from dllp.baselines import find as find_method
 from dllp.config import Config
 from dllp.data import ArrayData, Dataset, stratified
 from dllp.data import load as load_data
-from dllp.data.bad import MAX_BAD, Tell, share
-from dllp.data.download import Progress
+from dllp.data.cifar10 import Progress
 from dllp.data.ood import without
+from dllp.data.unreadable import MAX_BAD, Report, parse_fraction
 from dllp.errors import ArtifactError, ConfigError, DataError, first_line
 from dllp.evaluation.evaluate import DENSE
 from dllp.runs import artifacts
@@ -74,7 +74,7 @@ class Task:
     finetune_epochs: int = 0
 
     def __post_init__(self) -> None:
-        share(self.max_bad)
+        parse_fraction(self.max_bad)
         if self.finetune_epochs and self.method == DLLP:
             raise ConfigError(
                 "finetune_epochs is for other methods: dllp trains on within its own epochs, leave it out or give 0"
@@ -92,11 +92,11 @@ class Task:
         """Whether the network comes from an import."""
         return ":" in self.model
 
-    def load(self, seed: int, progress: Progress | None = None, tell: Tell | None = None) -> Dataset:
+    def load(self, seed: int, progress: Progress | None = None, report: Report | None = None) -> Dataset:
         """The data set, with the held-out part in place of the test split where one is asked for."""
         names = ("image_size", "augment", "validation", "workers", "max_bad")
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
-        data = load_data(self.data, root=self.data_root, seed=seed, progress=progress, tell=tell, **options)
+        data = load_data(self.data, root=self.data_root, seed=seed, progress=progress, report=report, **options)
         if self.leave_out:
             data = without(data, tuple(name.strip() for name in self.leave_out.split(",")))
         return replace(data, test=data.validation) if self.validation and data.validation is not None else data

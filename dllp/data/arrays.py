@@ -1,11 +1,11 @@
-"""Data that lives in memory: a split, and its batches made on the device without workers."""
+"""Splits in memory, stratified hold-out splits, and training batches made on the device without worker processes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Self, get_args
+from typing import TYPE_CHECKING, Literal, Self, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -14,10 +14,16 @@ from torch import Tensor
 from dllp.data import augment
 from dllp.errors import DataError
 
+if TYPE_CHECKING:
+    from dllp.data.stream import StreamedData
+
 Augment = Literal["none", "crop-flip", "resized-crop"]
+Split = TypeVar("Split", bound="ArrayData | StreamedData")
 CHUNK_ELEMENTS = 2**25
 """Augmentation works on as many batches at once as stay below this, to save kernel launches."""
 PART = 4096
+MAX_CLASSES = 2**16
+"""Most classes that a file may ask for: they are counted up to the largest label."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +34,8 @@ class ArrayData:
         x: (N, C, H, W) images or (N, F) tables; uint8 or float32.
         y: (N,) int64 classes, or (N, K) float32 targets of a regression.
         mean, std: Normalisation for each channel (or column), in units of 0..1 for uint8 and of the data for floats.
-        augment: What :class:`Batches` does to training images; evaluation never augments.
-        target_shape: Of one target of a regression as it was given: `y` has its numbers in a row.
+        augment: Augmentation of training images by :class:`Batches`; evaluation never augments.
+        target_shape: Shape of one target of a regression as it was given; `y` holds it flattened.
     """
 
     x: Tensor
@@ -66,12 +72,12 @@ class ArrayData:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one input."""
+        """Shape of one input."""
         return tuple(self.x.shape[1:])
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of inputs before they are normalised."""
+        """Type of inputs before they are normalised."""
         return self.x.dtype
 
     def subset(self, indices: Tensor | Sequence[int]) -> Self:
@@ -87,7 +93,7 @@ class ArrayData:
         return self.normalise(self.x[index])
 
     def parts(self) -> Iterator[Tensor]:
-        """Normalised inputs of all examples, some at a time: a large split never lies in memory as floats."""
+        """Normalised inputs of all examples in chunks, so that a large split never lies in memory as floats."""
         size = max(1, min(PART, CHUNK_ELEMENTS // math.prod(self.shape)))
         for start in range(0, len(self), size):
             yield self.inputs(slice(start, start + size))
@@ -109,9 +115,9 @@ class ArrayData:
 class Batches:
     """Training batches of one :class:`ArrayData`, all of one shape, on one device.
 
-    Order and augmentation depend only on (seed, epoch), so a run can resume at any step of any epoch. What is left
-    of a permutation after the last full batch is dropped; `batch_size` is capped at the number of examples. With
-    `integers` int64 inputs stay what they are, for networks that look them up.
+    Order and augmentation depend only on (seed, epoch), so a run can resume at any step of any epoch. An incomplete
+    last batch is dropped; `batch_size` is capped at the number of examples. With `integers` int64 inputs stay what
+    they are, for networks with embeddings.
     """
 
     def __init__(
@@ -154,7 +160,7 @@ class Batches:
                 yield a if self.integers else (a - self._shift).mul_(self._scale), b
 
     def _draw(self, rng: torch.Generator) -> Tensor:
-        """(N, ...): where each image of an epoch is cut."""
+        """(N, ...): the random crop of each image of an epoch."""
         if self.data.augment == "resized-crop":
             return augment.boxes(self.num_examples, rng, *self.data.shape[1:])
         return augment.draw(self.num_examples, rng)
@@ -170,7 +176,7 @@ class Batches:
 
 
 def is_integer(x: Tensor) -> bool:
-    """Whether inputs may be meant to be looked up; uint8 is an image."""
+    """Return whether inputs may be indices of an embedding; uint8 is an image."""
     return x.dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
@@ -178,3 +184,48 @@ def generator(*key: int) -> torch.Generator:
     """A CPU generator seeded by a tuple of integers: the same numbers whatever device uses them."""
     state = np.random.SeedSequence([k % 2**64 for k in key]).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(state))
+
+
+def channel_statistics(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel of uint8 images (N, C, H, W), in units of 0..1."""
+    counts = torch.stack([torch.bincount(x[:, c].flatten(), minlength=256) for c in range(x.shape[1])]).double()
+    frequency = counts / counts.sum(1, keepdim=True)
+    value = torch.arange(256, dtype=torch.float64) / 255
+    mean = frequency @ value
+    std = (frequency @ value**2 - mean**2).clamp_min(0).sqrt()
+    return tuple(mean.tolist()), tuple(std.clamp_min(1e-3).tolist())
+
+
+def default_augment(x: Tensor) -> Augment:
+    """Crop and flip colour images; grey ones may be writing, which a mirror makes wrong."""
+    return "crop-flip" if x.shape[1] == 3 and min(x.shape[2:]) > augment.PADDING else "none"
+
+
+def holdout(data: Split, size: float | int, seed: int = 0) -> tuple[Split, Split]:
+    """(training, validation): `size` examples (int) or that fraction (float in (0, 1)), each class in proportion.
+
+    The validation part is not augmented.
+    """
+    count = (round(size * len(data)) if 0 < size < 1 else 0) if isinstance(size, float) else size
+    if not 0 < count < len(data):
+        raise DataError(
+            f"a validation split of {size} leaves nothing on one side of {len(data)} examples: "
+            "give a fraction in (0, 1) or a smaller number"
+        )
+    held = torch.zeros(len(data), dtype=torch.bool)
+    held[stratified(data.y.cpu(), count, seed)] = True
+    everything = torch.arange(len(data))
+    return data.subset(everything[~held]), replace(data.subset(everything[held]), augment="none")
+
+
+def stratified(y: Tensor, count: int, seed: int) -> Tensor:
+    """Indices of `count` random examples, each class in proportion (largest remainders); plain for float targets."""
+    order = torch.randperm(len(y), generator=generator(seed, 3))
+    if y.is_floating_point():
+        return order[:count]
+    quota = torch.bincount(y) * (count / len(y))
+    take = quota.floor().long()
+    largest = torch.argsort(quota - take, descending=True, stable=True)
+    take[largest[: count - int(take.sum())]] += 1
+    labels = y[order]
+    return torch.cat([order[labels == c][: int(n)] for c, n in enumerate(take)])

@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dllp.data.images import SHAPE
-from dllp.data.images import boxes as parts
-from dllp.data.resize import shares
+from dllp.data.images import ASPECT, crop_boxes, triangle_weights
 
 PADDING = 4
 AREA = (0.25, 1.0)
-"""Share of an image that a resized crop shows. Images in memory are small: less of one is no picture any more."""
+"""Fraction of an image that a resized crop shows. Images in memory are small: less of one is no picture any more."""
 
 
 def draw(count: int, generator: torch.Generator) -> Tensor:
@@ -20,17 +18,17 @@ def draw(count: int, generator: torch.Generator) -> Tensor:
 
 
 def boxes(count: int, generator: torch.Generator, height: int, width: int) -> Tensor:
-    """(count, 4) top, left, height and width of random parts of an image, in pixels."""
+    """(count, 4) top, left, height and width of random crops of an image, in pixels."""
     draws = torch.rand(count, 4, generator=generator, dtype=torch.float64).numpy()
-    wide, high, across, down = torch.from_numpy(parts(draws, AREA)).unbind(1)
-    unit, longest = (height * width) ** 0.5, SHAPE[1]
+    wide, high, across, down = torch.from_numpy(crop_boxes(draws, AREA)).unbind(1)
+    unit, longest = (height * width) ** 0.5, ASPECT[1]
     wide, high = (wide * unit).clamp(max=width), (high * unit).clamp(max=height)
     wide, high = wide.minimum(high * longest).clamp(min=1), high.minimum(wide * longest).clamp(min=1)
     return torch.stack([down * (height - high), across * (width - wide), high, wide], dim=1).float()
 
 
 def flips(phase: Tensor, epoch: int) -> Tensor:
-    """(N,) bool: whether each image is mirrored; every image alternates from its own random `phase`."""
+    """(N,) bool, True for mirrored images; every image alternates from its own random `phase`."""
     return (phase + epoch) % 2 == 1
 
 
@@ -49,7 +47,7 @@ def crop_flip(images: Tensor, index: Tensor, offset: Tensor, flip: Tensor) -> Te
 
 
 def resized_crop(images: Tensor, index: Tensor, box: Tensor, flip: Tensor) -> Tensor:
-    """The parts `box` (B, 4) of images (N, C, H, W)[index] at the size of a whole one, mirrored where `flip` (B,)."""
+    """The crops `box` (B, 4) of images (N, C, H, W)[index] resized to whole images, mirrored where `flip` (B,)."""
     x = images[index].float()
     top, left, high, wide = box.unbind(1)
     rows, columns = _enlarged(top, high, x.shape[2]), _enlarged(left, wide, x.shape[3])
@@ -59,9 +57,9 @@ def resized_crop(images: Tensor, index: Tensor, box: Tensor, flip: Tensor) -> Te
 
 
 def _enlarged(start: Tensor, length: Tensor, size: int) -> Tensor:
-    """(B,) begin and length of parts of `size` pixels -> (B, size, size): what each old pixel gives to each new one."""
+    """(B,) start and length of crops of `size` pixels -> (B, size, size): weight of each old pixel in each new one."""
     place = (torch.arange(size, device=start.device) + 0.5) * (length / size)[:, None] + start[:, None]
-    return shares(place, torch.ones_like(start), size)
+    return triangle_weights(place, torch.ones_like(start), size)
 
 
 def _reflect(position: Tensor, size: int) -> Tensor:

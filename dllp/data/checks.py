@@ -1,4 +1,4 @@
-"""What data must satisfy before training, each failure one line."""
+"""Checks of inputs and labels before training; each mistake is one line."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def from_pair(
     integers: bool = False,
     learned: bool = True,
 ) -> ArrayData:
-    """Data from two tensors or arrays, checked where it is to be learned from: to test on one class is no mistake.
+    """Data from two tensors or arrays.
 
     Inputs are (N, C, H, W) or (N, F) and stay uint8 or become float32; with `integers` other integers become int64.
-    Labels are settled by :func:`as_targets`.
+    Labels are converted by :func:`as_targets`. Training data (`learned`) is validated; a test set may have one class.
     """
     x, given = _tensor(x, "inputs"), _tensor(y, "labels")
     y = as_targets(given)
@@ -42,7 +42,7 @@ def from_pair(
 
 
 def as_targets(y: Tensor) -> Tensor:
-    """Of integers or booleans (N,) or (N, 1) int64 classes (N,); of real numbers float32 targets (N, K)."""
+    """Integers or booleans (N,) or (N, 1) -> int64 classes (N,); real numbers (N, ...) -> float32 targets (N, K)."""
     if y.is_floating_point():
         return y.float().reshape(len(y), -1) if len(y) else y.float()
     return y.squeeze(1).long() if y.ndim == 2 else y.long()
@@ -78,14 +78,9 @@ def check_labels(y: Tensor, num_classes: int | None = None, place: str = "the da
 
 
 def check_plain(x: Tensor, what: str) -> None:
-    """Raise unless `x` holds real numbers that can be cut into batches, one at least for each example."""
-    kinds = {
-        "nested": x.is_nested, "sparse": x.layout != torch.strided, "quantized": x.is_quantized,
-        "without values": x.is_meta, "complex": x.is_complex(),
-    }  # fmt: skip
-    kind = next((name for name, is_kind in kinds.items() if is_kind), None)
-    if kind is not None:
-        raise DataError(f"{what} are {kind}: give a dense tensor of real numbers")
+    """Raise unless `x` is a dense tensor of real numbers, one at least for each example."""
+    if x.layout != torch.strided or x.is_complex():
+        raise DataError(f"{what} are {'complex' if x.is_complex() else 'sparse'}: give a dense tensor of real numbers")
     if not x.ndim or (len(x) and not x.numel()):
         raise DataError(f"{what} have shape {tuple(x.shape)}: give one number at least for each example")
 
@@ -104,7 +99,7 @@ def _tensor(value: Any, what: str) -> Tensor:
     try:
         if not isinstance(value, Tensor):
             array = np.ascontiguousarray(value)
-            value = torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))  # the one PyTorch knows
+            value = torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))  # PyTorch knows no other
     except (TypeError, ValueError):
         raise DataError(f"{what} of type {type(value).__name__} are no numbers: give a tensor or an array") from None
     check_plain(value, what)

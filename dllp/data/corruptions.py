@@ -6,6 +6,7 @@ pixels; sharpening subtracts the 3x3 Laplacian (kernel 0 -1 0, -1 5 -1, 0 -1 0) 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -14,15 +15,11 @@ import torch
 from PIL import Image, ImageFilter
 from torch import Tensor
 
-from dllp.data import LARGEST_IMAGE
 from dllp.data.arrays import ArrayData
 from dllp.errors import ConfigError, DataError
 
 LAPLACE = (0, -1, 0, -1, 5, -1, 0, -1, 0)
 KINDS = ("gaussian-blur", "sharpen", "noise")
-LARGEST = {"gaussian-blur": float(LARGEST_IMAGE), "noise": 100.0}
-"""Highest levels: a radius as long as the largest image's side, a sigma of a hundred times the range of pixels."""
-
 Images = TypeVar("Images", Tensor, np.ndarray)
 
 
@@ -72,7 +69,7 @@ class Corruption:
 
 
 def parse(text: str, seed: int = 0) -> list[Corruption]:
-    """`gaussian-blur:1,2,3,5`, `sharpen` or `noise:0.1` as a list of corruptions, one for each level up to LARGEST."""
+    """`gaussian-blur:1,2,3,5`, `sharpen` or `noise:0.1` as a list of corruptions, one for each level."""
     kind, _, levels = text.strip().partition(":")
     if kind not in KINDS:
         raise ConfigError(f"unknown corruption {kind!r}: choose gaussian-blur:RADIUS,..., sharpen or noise:SIGMA,...")
@@ -84,6 +81,6 @@ def parse(text: str, seed: int = 0) -> list[Corruption]:
         values = [float(level) for level in levels.split(",")]
     except ValueError:
         raise ConfigError(f"corruption {text!r}: give its levels as numbers, for example {kind}:1,2") from None
-    if not all(0 < value <= LARGEST[kind] for value in values):
-        raise ConfigError(f"corruption {text!r}: every level must be a positive number, at most {LARGEST[kind]:g}")
+    if not all(0 < value < math.inf for value in values):
+        raise ConfigError(f"corruption {text!r}: every level must be a positive number")
     return [Corruption(kind, value, seed) for value in values]

@@ -1,4 +1,7 @@
-"""One image from its bytes: the part of it that a draw asks for, in colour, no larger than its later size needs."""
+"""One image from its bytes: opened under limits, decoded as RGB, cropped, and resized on a CPU or in batches on a GPU.
+
+The filter of all resizing is the triangle that Pillow calls bilinear: without aliasing where an image shrinks.
+"""
 
 from __future__ import annotations
 
@@ -10,40 +13,46 @@ from contextlib import contextmanager
 from typing import BinaryIO
 
 import numpy as np
+import torch
 from PIL import Image, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
+from torch import Tensor
+from torch.nn.functional import interpolate
 
-from dllp.data.bad import Unreadable
+from dllp.data.unreadable import Unreadable
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP")
 """By content, whatever a file is called: Pillow would start Ghostscript for PostScript."""
 JPEG = b"\xff\xd8\xff"
-PIXELS = 2**26
+MAX_PIXELS = 2**26
 """An image with more is refused by its header."""
-LEAST_SIDE = 2
+MIN_SIDE = 2
 """A single row of pixels is no picture: such files stand where a download went wrong."""
 DRAWS = 5
-"""Random numbers for each training image: area, shape, place (two) and mirror."""
+"""Random numbers for each training image: area, aspect ratio, position (two) and mirror."""
 CENTRE = 7 / 8
-"""Side of the middle part that evaluation looks at, in units of the image's shorter side (224 of 256)."""
-AREA, SHAPE = (0.08, 1.0), (3 / 4, 4 / 3)
+"""Side of the centre crop that evaluation looks at, in units of the image's shorter side (224 of 256)."""
+AREA, ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)
+"""Ranges of a random crop: fraction of the image's area, width over height."""
 SMALL = 2**14
-"""Pixels up to which an image is copied faster whole than cropped."""
-GAP = 1.5
+"""Pixels up to which copying a whole image is faster than cropping it."""
+OVERSIZE = 1.5
 """Images are decoded no smaller than this many times their later size: what is lost then cannot be seen."""
+RESIZED_AT_ONCE = 64
+"""As floats images take much more memory than as bytes."""
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Without warnings, such as what Pillow finds odd about a file."""
+def warnings_ignored() -> Iterator[None]:
+    """Ignore warnings, such as Pillow's about odd files."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-def opened(file: BinaryIO) -> Image.Image:
-    """The image as its header describes it, its size checked."""
+def open_image(file: BinaryIO) -> Image.Image:
+    """The image as its header describes it, its size checked, not decoded yet."""
     start = file.read(len(JPEG))
     file.seek(0)
     try:
@@ -54,51 +63,68 @@ def opened(file: BinaryIO) -> Image.Image:
     except Exception as error:  # a damaged image can raise almost anything
         raise Unreadable(_reason(error)) from None
     width, height = image.size
-    if width * height > PIXELS:
-        raise Unreadable(f"it is {width}x{height}: more than {PIXELS} pixels are not read")
-    if min(width, height) < LEAST_SIDE:
-        raise Unreadable(f"it is {width}x{height}: {LEAST_SIDE} pixels a side are the least")
+    if width * height > MAX_PIXELS:
+        raise Unreadable(f"it is {width}x{height}: more than {MAX_PIXELS} pixels are not read")
+    if min(width, height) < MIN_SIDE:
+        raise Unreadable(f"it is {width}x{height}: {MIN_SIDE} pixels a side are the least")
     return image
 
 
-def colour(image: Image.Image) -> Image.Image:
-    """The decoded image as RGB; grey, CMYK and palettes are converted."""
+def to_rgb(image: Image.Image) -> Image.Image:
+    """The decoded image as RGB; grey, CMYK and palettes are converted, of 16-bit grey the high byte is taken."""
     try:
         image.load()
-        if image.mode[0] in "IF":  # I;16, in older versions of Pillow I: it would be clipped at 255
-            image = Image.fromarray(_high_bytes(np.asarray(image)))
+        if image.mode[0] in "IF":  # I;16, in older versions of Pillow I: convert would clip it at 255
+            grey = np.asarray(image)
+            if grey.dtype.kind == "f" or grey.min() < 0 or grey.max() >= 2**16:
+                raise Unreadable("its pixels have more than 16 bits, and no known white: save it with 8 or 16 bits")
+            image = Image.fromarray((grey >> 8).astype(np.uint8))
         return image if image.mode == "RGB" else image.convert("RGB")
+    except Unreadable:
+        raise
     except Exception as error:
         raise Unreadable(_reason(error)) from None
 
 
-def boxes(draws: np.ndarray, area: tuple[float, float] = AREA) -> np.ndarray:
-    """(B, DRAWS) random numbers -> for each image what :class:`Part` takes of it: width and height, place across, down.
+def _reason(error: Exception) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:120]
 
-    Sizes are in units of the root of the image's area, places in units of the room that the part leaves.
+
+def as_array(image: Image.Image) -> np.ndarray:
+    """(H, W, 3) uint8, without the copy that numpy's own way takes."""
+    return np.frombuffer(image.tobytes(), np.uint8).reshape(image.height, image.width, 3)
+
+
+# ---- crops
+
+
+def crop_boxes(draws: np.ndarray, area: tuple[float, float] = AREA) -> np.ndarray:
+    """(B, DRAWS) random numbers -> (B, 4) width, height, horizontal and vertical position of a crop for each image.
+
+    Sizes are in units of the root of the image's area, positions in units of the room that the crop leaves.
     """
-    share = area[0] + (area[1] - area[0]) * draws[:, 0]
-    shape = SHAPE[0] * (SHAPE[1] / SHAPE[0]) ** draws[:, 1]
-    return np.stack([np.sqrt(share * shape), np.sqrt(share / shape), draws[:, 2], draws[:, 3]], 1)
+    fraction = area[0] + (area[1] - area[0]) * draws[:, 0]
+    aspect = ASPECT[0] * (ASPECT[1] / ASPECT[0]) ** draws[:, 1]
+    return np.stack([np.sqrt(fraction * aspect), np.sqrt(fraction / aspect), draws[:, 2], draws[:, 3]], 1)
 
 
-class Part:
-    """The part of an image that is wanted, on its way from its bytes: opened, then :meth:`decode`, then :meth:`cut`.
+class Crop:
+    """A crop of an encoded image: opened, then :meth:`decode`, then :meth:`cut`.
 
     Args:
         content: The encoded image.
-        box: One of :func:`boxes`; None for the middle.
-        size: Side of the square that the part becomes later. A part that is much larger is made smaller by whole
-            factors, inside the JPEG decoder where that is possible.
+        box: A row of :func:`crop_boxes`; None for the centre.
+        size: Side of the square that the crop becomes later. A much larger crop is made smaller by whole factors,
+            inside the JPEG decoder where that is possible.
     """
 
     __slots__ = ("box", "image", "size")
 
     def __init__(self, content: bytes, box: Sequence[float] | None, size: int) -> None:
-        self.image, self.size = opened(io.BytesIO(content)), size
+        self.image, self.size = open_image(io.BytesIO(content)), size
         width, height = self.image.size
-        left, top, across, down = _middle(width, height) if box is None else _drawn(width, height, box)
-        factor = min(across, down) / (GAP * size)
+        left, top, across, down = _centre(width, height) if box is None else _fitted(width, height, box)
+        factor = min(across, down) / (OVERSIZE * size)
         if factor >= 2:
             self.image.draft(None, (math.ceil(width / factor), math.ceil(height / factor)))
             x, y = self.image.width / width, self.image.height / height
@@ -110,8 +136,8 @@ class Part:
         """Pixels that will be decoded."""
         return self.image.width * self.image.height
 
-    def decode(self) -> Part:
-        self.image = colour(self.image)
+    def decode(self) -> Crop:
+        self.image = to_rgb(self.image)
         return self
 
     def cut(self) -> np.ndarray:
@@ -121,39 +147,88 @@ class Part:
         left, top = int(self.box[0]), int(self.box[1])
         right = max(left + 1, min(width, round(self.box[2])))
         bottom = max(top + 1, min(height, round(self.box[3])))
-        factor = int(min(right - left, bottom - top) / (GAP * self.size))
+        factor = int(min(right - left, bottom - top) / (OVERSIZE * self.size))
         if factor > 1:
-            return pixels(image.reduce(factor, (left, top, right, bottom)))
+            return as_array(image.reduce(factor, (left, top, right, bottom)))
         if width * height > SMALL:
-            return pixels(image.crop((left, top, right, bottom)))
-        return pixels(image)[top:bottom, left:right]
+            return as_array(image.crop((left, top, right, bottom)))
+        return as_array(image)[top:bottom, left:right]
 
 
-def pixels(image: Image.Image) -> np.ndarray:
-    """(H, W, 3) without the copy that numpy's own way takes."""
-    return np.frombuffer(image.tobytes(), np.uint8).reshape(image.height, image.width, 3)
-
-
-def _high_bytes(grey: np.ndarray) -> np.ndarray:
-    """16 bits as 8: the high byte is what Pillow itself keeps of 16-bit colour."""
-    if grey.dtype.kind == "f" or grey.min() < 0 or grey.max() >= 2**16:
-        raise Unreadable("its pixels have more than 16 bits, and no known white: save it with 8 or 16 bits")
-    return (grey >> 8).astype(np.uint8)
-
-
-def _middle(width: int, height: int) -> tuple[float, float, float, float]:
+def _centre(width: int, height: int) -> tuple[float, float, float, float]:
     """Left, top, width and height of the square that evaluation looks at."""
     side = max(1.0, CENTRE * min(width, height))
     return (width - side) / 2, (height - side) / 2, side, side
 
 
-def _drawn(width: int, height: int, box: Sequence[float]) -> tuple[float, float, float, float]:
-    """The same of a box; where the image is too narrow for it, the box is cut to fit. Numpy is slower for one."""
+def _fitted(width: int, height: int, box: Sequence[float]) -> tuple[float, float, float, float]:
+    """Left, top, width and height of a box, cut to fit into a narrow image. Numpy is slower for one."""
     unit = math.sqrt(width * height)
     w, h = min(unit * box[0], width), min(unit * box[1], height)
-    w, h = max(1.0, min(w, h * SHAPE[1])), max(1.0, min(h, w * SHAPE[1]))
+    w, h = max(1.0, min(w, h * ASPECT[1])), max(1.0, min(h, w * ASPECT[1]))
     return box[2] * (width - w), box[3] * (height - h), w, h
 
 
-def _reason(error: Exception) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:120]
+# ---- resizing
+
+
+def resize_one(image: np.ndarray, mirror: bool, size: int) -> np.ndarray:
+    """(h, w, 3) uint8 -> (3, size, size) uint8, mirrored if `mirror`."""
+    old = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
+    new = interpolate(old, (size, size), mode="bilinear", antialias=True)[0].numpy()
+    return new[:, :, ::-1] if mirror else new
+
+
+def resize_all(pixels: Tensor, extent: Tensor, mirror: Tensor, size: int) -> Tensor:
+    """(B, 3, size, size) uint8 of images of any sizes, by two batched matrix products.
+
+    Args:
+        pixels: All bytes of the first image, (h, w, 3), then those of the second, and so on, on the device.
+        extent: (B, 2) h and w of each, in the host's memory.
+        mirror: (B,) bool, in the host's memory.
+    """
+    areas = extent.prod(1)
+    starts = areas.cumsum(0) - areas
+    resized = [
+        _resize_chunk(pixels.view(-1, 3), starts[part], extent[part], mirror[part], size)
+        for part in (slice(k, k + RESIZED_AT_ONCE) for k in range(0, len(extent), RESIZED_AT_ONCE))
+    ]
+    return torch.cat(resized) if resized else pixels.new_empty((0, 3, size, size))
+
+
+def _resize_chunk(pixels: Tensor, start: Tensor, extent: Tensor, mirror: Tensor, size: int) -> Tensor:
+    """Images whose first pixels (N, 3) are at `start` (B,)."""
+    count, device = len(extent), pixels.device
+    height, width = extent.amax(0).tolist()
+    start, extent, mirror = (part.to(device, non_blocking=True) for part in (start, extent, mirror))
+    down, across = torch.arange(height, device=device), torch.arange(width, device=device)
+    # One canvas for all: pixels beyond an image have no weight, their index only has to be valid.
+    index = (start + down[:, None] * extent[:, 1]).T[:, :, None] + across
+    canvas = pixels[index.clamp_(max=len(pixels) - 1)].view(count, height, width * 3).float()
+    place = (torch.arange(size, device=device) + 0.5).expand(count, size)
+    rows = _resize_weights(place, extent[:, 0], height, size)
+    columns = _resize_weights(torch.where(mirror[:, None], size - place, place), extent[:, 1], width, size)
+    # The three colours lie side by side in either product: one larger matrix is faster than three.
+    x = torch.bmm(rows, canvas).view(count, size, width, 3)
+    x = torch.bmm(columns, x.transpose(1, 2).reshape(count, width, size * 3)).view(count, size, size, 3)
+    return x.permute(0, 3, 2, 1).round().clamp_(0, 255).to(torch.uint8)
+
+
+def _resize_weights(place: Tensor, length: Tensor, span: int, size: int) -> Tensor:
+    """(B, size) centres of new pixels, (B,) old pixels of each image on a canvas of `span` -> (B, size, span)."""
+    scale = length.float() / size
+    return triangle_weights(place * scale[:, None], scale.clamp_min(1), span, length)
+
+
+def triangle_weights(place: Tensor, reach: Tensor, span: int, length: Tensor | None = None) -> Tensor:
+    """(B, size, span): weight of each of `span` old pixels in each new one, a triangle of half width `reach` (B,).
+
+    Args:
+        place: (B, size): centres of the new pixels, in old pixels.
+        length: (B,): number of old pixels, where it is less than `span`.
+    """
+    old = torch.arange(span, device=place.device) + 0.5
+    weights = (old - place[:, :, None]).abs_().div_(-reach[:, None, None]).add_(1).clamp_min_(0)
+    if length is not None:
+        weights *= old < length[:, None, None]
+    return weights.div_(weights.sum(2, keepdim=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,22 +14,13 @@ from dllp.data.checks import as_targets, check_finite, check_labels, check_plain
 from dllp.errors import DataError
 
 
-class BatchSource(Protocol):
-    """What training needs of its data; :class:`Batches` and :class:`LoaderBatches` both are one."""
-
-    steps: int
-    num_examples: int
-
-    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[tuple[Tensor, Tensor]]: ...
-
-
 class LoaderBatches:
     """Batches of a DataLoader that yields (inputs, labels), moved to the device and checked.
 
     PyTorch's random numbers that the loader draws (shuffling, transforms, worker seeds) depend only on (seed, epoch)
     and leave the global generator alone; a generator that belongs to the loader or its sampler is seeded anew for
     every epoch. Transforms that draw from Python's or numpy's generators are not covered. Inputs become float32, with
-    `integers` integers other than uint8 become int64; labels are settled as those of a pair. The last batch may be
+    `integers` integers other than uint8 become int64; labels are converted as those of a pair. The last batch may be
     smaller unless the loader drops it.
     """
 
@@ -44,7 +35,7 @@ class LoaderBatches:
     ) -> None:
         try:
             self.steps = len(loader)
-            self.num_examples = _learned_from(loader)
+            self.num_examples = _count_examples(loader)
         except TypeError:
             raise DataError("the DataLoader has no length: use a map-style data set, or a pair of tensors") from None
         if self.steps == 0 or self.num_examples == 0:
@@ -60,7 +51,7 @@ class LoaderBatches:
 
     @property
     def smallest(self) -> int | None:
-        """Examples of the smallest batch; None where the loader does not tell."""
+        """Examples of the smallest batch; None where the loader does not say."""
         size, sampler = self.loader.batch_size, self.loader.sampler
         if size is None or self.loader.drop_last:
             return size
@@ -79,7 +70,7 @@ class LoaderBatches:
             outside = torch.get_rng_state()
             torch.set_rng_state(state)
             try:
-                batches = self._begun() if batches is None else batches
+                batches = self._new_iterator() if batches is None else batches
                 batch = next(batches, None)
             finally:
                 state = torch.get_rng_state()
@@ -89,8 +80,8 @@ class LoaderBatches:
             if step >= start_step:
                 yield self._prepare(batch, step)
 
-    def _begun(self) -> Iterator[Any]:
-        """The loader's batches by workers of their own: those that it keeps for later would not be seeded anew."""
+    def _new_iterator(self) -> Iterator[Any]:
+        """An iterator with new workers: persistent ones would not be seeded anew."""
         kept, self.loader._iterator = self.loader._iterator, None
         try:
             return iter(self.loader)
@@ -128,8 +119,8 @@ class LoaderBatches:
         return {g for g in (self.loader.generator, getattr(sampler, "generator", None)) if g is not None}
 
 
-def _learned_from(loader: DataLoader[Any]) -> int:
-    """Examples that the loader ever yields: those of its data set, or of the part that its sampler draws from."""
+def _count_examples(loader: DataLoader[Any]) -> int:
+    """Number of examples that the loader yields: of its data set, or of the subset that its sampler draws from."""
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     if isinstance(sampler, SubsetRandomSampler):
         return len({int(i) for i in sampler.indices})

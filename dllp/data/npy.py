@@ -1,8 +1,7 @@
-"""Arrays in .npy files: the header is checked before any memory is taken, and nothing is unpickled."""
+"""Folders of arrays in .npy files: headers are checked before any memory is taken, and nothing is unpickled."""
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import warnings
@@ -10,19 +9,55 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import torch
 
 from dllp import files
+from dllp.data.arrays import MAX_CLASSES, ArrayData, channel_statistics, default_augment
+from dllp.data.checks import from_pair
 from dllp.errors import DataError
 
 FILES = ("train_x.npy", "train_y.npy", "test_x.npy", "test_y.npy")
 
 
 def present(folder: Path) -> bool:
-    """Whether `folder` holds the four arrays of a data set."""
+    """Return whether `folder` holds the four arrays of a data set."""
     return all((folder / name).is_file() for name in FILES)
 
 
-def read_set(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def load(folder: Path) -> tuple[ArrayData, ArrayData, tuple[str, ...]]:
+    """(train, test, classes); a regression has no classes."""
+    for name in FILES:
+        files.contained(folder, folder / name, DataError)
+    train_x, train_y, test_x, test_y = read_arrays(folder)
+    x = _channels_first(train_x)
+    del train_x  # beside its copy it may be most of the memory there is
+    held = _channels_first(test_x)
+    del test_x
+    image = x.dtype == torch.uint8
+    mean, std = channel_statistics(x) if image else (None, None)
+    train = from_pair(x, train_y, mean=mean, std=std, augment=default_augment(x) if image else "none")
+    test = from_pair(held, test_y, mean=mean, std=std, learned=False)
+    if train.is_classification != test.is_classification:
+        raise DataError(f"train_y.npy and test_y.npy in {folder} differ in kind: both integers, or both floats")
+    one, other = ([size for size in split.target_shape if size > 1] for split in (train, test))
+    if one != other:
+        raise DataError(f"targets of shape {one} in train_y.npy but {other} in test_y.npy of {folder}: both must agree")
+    if not train.is_classification:
+        return train, test, ()
+    highest = int(train.y.max())
+    if highest >= MAX_CLASSES:
+        raise DataError(f"label {highest} in {folder / 'train_y.npy'}: at most {MAX_CLASSES} classes are read")
+    return train, test, tuple(map(str, range(highest + 1)))
+
+
+def _channels_first(x: np.ndarray) -> torch.Tensor:
+    if x.dtype != np.uint8:
+        return torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
+    x = x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)
+    return torch.from_numpy(np.ascontiguousarray(x))
+
+
+def read_arrays(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """train_x, train_y, test_x, test_y; inputs uint8 (N, H, W, C) or (N, H, W), or floats (N, F) or (N, C, H, W)."""
     headers = {name: header(folder / name) for name in FILES}
     for part in ("train", "test"):
@@ -40,7 +75,7 @@ def read_set(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarr
             raise DataError(f"{folder / part}_x.npy or {part}_y.npy is empty: at least one example is needed")
     if headers["train_x.npy"][0][1:] != headers["test_x.npy"][0][1:]:
         raise DataError(f"train_x.npy and test_x.npy in {folder} hold inputs of different shapes: make them equal")
-    a, b, c, d = (_load(folder / name) for name in FILES)
+    a, b, c, d = (_read(folder / name) for name in FILES)
     return a, b, c, d
 
 
@@ -51,7 +86,7 @@ def header(path: Path) -> tuple[tuple[int, ...], np.dtype]:
     return shape, dtype
 
 
-def _load(path: Path) -> np.ndarray:
+def _read(path: Path) -> np.ndarray:
     with files.open_plain(path, DataError) as file:
         shape, dtype, fortran = read_header(file, os.fstat(file.fileno()).st_size, str(path))
         try:
@@ -63,11 +98,11 @@ def _load(path: Path) -> np.ndarray:
     return flat.reshape(shape, order="F" if fortran else "C")
 
 
-def read_header(file: BinaryIO | io.BytesIO, size: int, place: str) -> tuple[tuple[int, ...], np.dtype, bool]:
-    """Shape, dtype and Fortran order of an array in `size` bytes; only plain numbers, and exactly so many."""
+def read_header(file: BinaryIO, size: int, place: str) -> tuple[tuple[int, ...], np.dtype, bool]:
+    """Shape, dtype and Fortran order of an array in `size` bytes; only plain numbers, and exactly that many."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a header by Python 2 is told to be slow to parse
+            warnings.simplefilter("ignore")  # numpy warns that headers by Python 2 are slow to parse
             version = np.lib.format.read_magic(file)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, fortran, dtype = read(file)

@@ -1,6 +1,6 @@
-"""Inputs from elsewhere, in the shape a network expects: noise, digits, another data set, classes left out of training.
+"""Out-of-distribution inputs in the shape a network expects: noise, another data set, classes left out of training.
 
-They have no labels that mean anything to the network; what is asked is whether its doubt sets them apart.
+They have no labels that mean anything to the network; its uncertainty should tell them apart from its own test data.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ from PIL import Image
 from torch import Tensor
 
 from dllp.data import Dataset, load, names
-from dllp.data.arrays import ArrayData, generator
-from dllp.data.bad import MAX_BAD
-from dllp.data.folder import flat
-from dllp.data.split import Split
+from dllp.data.arrays import ArrayData, Split, generator
+from dllp.data.image_folder import decode_folder
+from dllp.data.unreadable import MAX_BAD
 from dllp.errors import ConfigError, DataError
 
 NOISE, LEFT_OUT = "noise", "left-out"
 
 
 def find(name: str, like: ArrayData, *, left_out: ArrayData | None = None, root: str | None = None) -> ArrayData:
-    """Inputs by name, in the shape of `like`.
+    """Out-of-distribution inputs by name, in the shape of `like`.
 
     Args:
         name: `noise`, a data set that :func:`dllp.data.load` knows (its test split), `left-out`, or a folder: a data
             set's, or one that just holds images.
-        like: The data that the network was made for.
-        left_out: What `left-out` stands for: examples of the classes that a run was not shown.
-        root: Where `cifar10` is looked for first.
+        like: In-distribution data of the network.
+        left_out: The inputs called `left-out`: examples of the classes that a run was not trained on.
+        root: Folder in which `cifar10` is looked for first.
     """
     if name == NOISE:
         return noise(like)
@@ -43,23 +42,20 @@ def find(name: str, like: ArrayData, *, left_out: ArrayData | None = None, root:
     path = Path(name).expanduser()
     held = next((path / part for part in ("test", "val") if (path / part).is_dir()), None)
     if name not in names() and (path / "train").is_dir() and held is not None:  # of any sizes: they are resized anyway
-        return resized(flat(held, _image_shape(like)[1:], MAX_BAD), like)
+        return resized(decode_folder(held, _image_shape(like)[1:], MAX_BAD), like)
     if name in names() or (path / "train").is_dir() or (path / "test_x.npy").is_file():
         return resized(load(name, root=root).test.x, like)
     if path.is_dir():
-        return resized(flat(path, _image_shape(like)[1:]), like)
+        return resized(decode_folder(path, _image_shape(like)[1:]), like)
     known = ", ".join((NOISE, *names(), LEFT_OUT))
     raise ConfigError(f"unknown out-of-distribution data {name!r}: choose {known} or a folder of images")
 
 
 def same(name: str, other: str) -> bool:
-    """Whether both mean the same data: the same word, or the same folder however its path is spelled."""
+    """Return whether both name the same data: the same word, or the same folder however its path is spelled."""
     words = {name, other} & {NOISE, LEFT_OUT, *names()}
-    return name == other or (not words and _real(name) == _real(other))
-
-
-def _real(path: str) -> str:
-    return os.path.realpath(os.path.expanduser(path))
+    one, two = (os.path.realpath(os.path.expanduser(path)) for path in (name, other))
+    return name == other or (not words and one == two)
 
 
 def noise(like: ArrayData, seed: int = 0) -> ArrayData:
@@ -92,7 +88,7 @@ def _image_shape(like: ArrayData) -> tuple[int, int, int]:
 
 
 def unlabelled(like: ArrayData, x: Tensor) -> ArrayData:
-    """Inputs that are normalised as those of `like`; their labels are all zero and mean nothing."""
+    """Inputs normalised as those of `like`; their labels are all zero and mean nothing."""
     return replace(like, x=x, y=torch.zeros(len(x), dtype=torch.int64), augment="none")
 
 
@@ -108,7 +104,7 @@ def without(data: Dataset, classes: tuple[str, ...]) -> Dataset:
 
 
 def leave_out(data: Split, classes: tuple[str, ...], without: tuple[str, ...]) -> tuple[Split, Split]:
-    """(what stays, what is left out): examples of all other classes, relabelled 0.., and those of the named ones."""
+    """(kept, left out): examples of all other classes, relabelled 0.., and those of the named ones."""
     unknown = [name for name in without if name not in classes]
     if unknown:
         raise ConfigError(f"there is no class {unknown[0]!r} to leave out: choose from {', '.join(classes)}")

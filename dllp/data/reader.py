@@ -1,43 +1,75 @@
-"""What a worker process does: read, decode and cut the images of one batch, and hand them over in one piece.
+"""Worker processes that read, decode and crop the images of whole batches.
 
-It does each of these to several images before it goes on to the next: a core that changes its work for every small
-image takes a quarter more time for the same work.
+A worker does each of these to several images before it goes on to the next: a core that changes its work for every
+small image takes a quarter more time. Where a GPU waits for the images it also resizes them, faster than a core could;
+otherwise the workers do, for the training process would need the cores that they use.
 
-Where a GPU waits for the images it also resizes them, better than a core could. Otherwise that is done here as well:
-the training process would need the cores that its workers use.
+Signals are the training process's to answer, and workers end with it. The death of a worker is raised where the
+training process waits for a batch: PyTorch would raise it wherever the main thread stands, in the midst of writing a
+file as well.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from PIL import ImageFile
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-from dllp.data.bad import Unreadable
-from dllp.data.images import Part, boxes, quiet
-from dllp.data.resize import resize_one
+from dllp.data.images import Crop, crop_boxes, resize_one, warnings_ignored
 from dllp.data.sources import Sources
+from dllp.data.unreadable import Unreadable
+from dllp.errors import DataError
 
-TRIES = 100
-"""Images in a row that may be bad before training gives up."""
-AHEAD = 2
+MAX_WORKERS = 16
+"""Worker processes by default."""
+PREFETCH = 2
 """Batches that each worker prepares in advance."""
-TOGETHER, TOGETHER_BYTES, TOGETHER_PIXELS = 32, 2**22, 2**24
-"""Images that go from one kind of work to the next together, and most bytes and pixels that they take meanwhile."""
+TRIES = 100
+"""Unreadable images in a row before training gives up."""
+GROUP, GROUP_BYTES, GROUP_PIXELS = 32, 2**22, 2**24
+"""Images that go from one stage to the next together, and most bytes and pixels that they take meanwhile."""
+PILLOW_BLOCK = 2**20
+"""Bytes that Pillow reads or returns at a time in a worker: by its own 2**16 a large image is put together in parts."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PARENT_CHECK = 1.0
+"""Seconds between two checks that the parent is alive."""
 T = TypeVar("T")
 Wanted = tuple[int, list[float] | None]
-"""An image by number, and one of :func:`boxes`."""
+"""Index of an image, and its row of :func:`crop_boxes`; None for the centre."""
+
+
+def cores() -> int:
+    """Cores for each process of the run on this host, up to MAX_WORKERS."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(max(1, own // int(os.environ.get("LOCAL_WORLD_SIZE", 1))), MAX_WORKERS)
+
+
+def check_workers(count: int | None) -> None:
+    """Raise for a negative number of worker processes; None is as many as :func:`cores`."""
+    if count is not None and count < 0:
+        raise DataError(f"workers = {count}: give the number of worker processes, from 0 up")
+
+
+# ---- batches
 
 
 class Request(NamedTuple):
-    """The images of one batch by number (B,), and random numbers (B, DRAWS) for parts of them in place of the middle.
+    """Images of one batch by index (B,), and random numbers (B, DRAWS) for crops; None takes the centre of each.
 
-    An image that cannot be read leaves its place empty, or with `fill` to the next one that can.
+    An unreadable image is omitted, or with `fill` replaced by the next readable one.
     """
 
     numbers: np.ndarray
@@ -45,83 +77,82 @@ class Request(NamedTuple):
     fill: bool = False
 
 
-class Answer(NamedTuple):
-    """The images that a request asks for.
+class Decoded(NamedTuple):
+    """The decoded images of a request.
 
     Attributes:
         pixels: (B, 3, S, S) uint8; or, still to be resized and mirrored, all bytes of the first image, (h, w, 3),
-            then those of the second, and so on. Overwritten once the next answer was taken.
+            then those of the second, and so on. Overwritten once the next batch was taken.
         extent: (B, 2) h and w of each.
-        mirror: (B,) whether each is to be mirrored.
-        numbers: (B,) which images they are.
-        bad: Numbers of images that cannot be read, and why.
+        mirror: (B,) bool.
+        numbers: (B,) index of each.
+        unreadable: Indices of unreadable images, and the reasons.
     """
 
     pixels: Tensor
     extent: np.ndarray
     mirror: np.ndarray
     numbers: np.ndarray
-    bad: list[tuple[int, str]]
+    unreadable: list[tuple[int, str]]
 
 
-class Reader(Dataset[Answer]):
-    """Answers requests for images of `sources`, which are to become `image_size` pixels a side: here, if `finish`."""
+class Reader(Dataset[Decoded]):
+    """Decodes the images of requests, to become `image_size` pixels a side; with `finish` it resizes them too."""
 
     def __init__(self, sources: Sources, image_size: int, finish: bool) -> None:
         self.sources, self.image_size, self.finish = sources, image_size, finish
-        # A request arrives when the first of the last AHEAD answers is taken: of the one before, no one needs anything.
-        self.rooms, self.answers = [Room() for _ in range(AHEAD + 1)], 0
+        # A request arrives when the first of the last PREFETCH batches is taken: the one before is no longer used.
+        self.buffers, self.served = [PixelBuffer() for _ in range(PREFETCH + 1)], 0
 
-    def __getitem__(self, request: Request) -> Answer:
-        room, bad = self.rooms[self.answers % len(self.rooms)], list[tuple[int, str]]()
-        room.used, self.answers = 0, self.answers + 1
+    def __getitem__(self, request: Request) -> Decoded:
+        buffer, unreadable = self.buffers[self.served % len(self.buffers)], list[tuple[int, str]]()
+        buffer.used, self.served = 0, self.served + 1
         count, draws = len(request.numbers), request.draws
-        taken: list[list[float] | None] = [None] * count if draws is None else boxes(draws).tolist()
-        wanted = list(zip(request.numbers.tolist(), taken, strict=True))
-        turned = [False] * count if draws is None else (draws[:, -1] < 0.5).tolist()
+        boxes: list[list[float] | None] = [None] * count if draws is None else crop_boxes(draws).tolist()
+        wanted = list(zip(request.numbers.tolist(), boxes, strict=True))
+        mirrors = [False] * count if draws is None else (draws[:, -1] < 0.5).tolist()
         numbers, extent, mirror = list[int](), list[tuple[int, ...]](), list[bool]()
-        with quiet():
-            for (number, box), turn, image in zip(wanted, turned, self._images(wanted), strict=True):
+        with warnings_ignored():
+            for (number, box), flip, image in zip(wanted, mirrors, self._images(wanted), strict=True):
                 if isinstance(image, Unreadable):
-                    bad.append((number, str(image)))
-                    number, image = self._next(number, box, bad) if request.fill else (number, None)
+                    unreadable.append((number, str(image)))
+                    number, image = self._next(number, box, unreadable) if request.fill else (number, None)
                     if image is None:
                         continue
                 numbers.append(number)
                 extent.append(image.shape[:2])
-                mirror.append(turn)
-                self._place(image, turn, room)
-        pixels = room.filled.view(-1, 3, self.image_size, self.image_size) if self.finish else room.filled
+                mirror.append(flip)
+                if self.finish:
+                    image = resize_one(image, flip, self.image_size)
+                buffer.take(image.size).reshape(image.shape)[:] = image
+        pixels = buffer.filled.view(-1, 3, self.image_size, self.image_size) if self.finish else buffer.filled
         arrays = np.array(extent, np.int64).reshape(-1, 2), np.array(mirror, bool), np.array(numbers, np.int64)
-        return Answer(pixels, *arrays, bad)
+        return Decoded(pixels, *arrays, unreadable)
 
     def _images(self, wanted: list[Wanted]) -> Iterator[np.ndarray | Unreadable]:
-        """Each part, or why there is none, in their order; several at a time."""
+        """Each crop, or the reason why there is none, in their order; group by group through the stages."""
         contents = (_tried(self.sources.read, number) for number, _ in wanted)
-        places = iter(wanted)
-        for some in _together(contents, len, TOGETHER_BYTES):
-            opened = [_tried(Part, content, next(places)[1], self.image_size) for content in some]
-            for few in _together(opened, attrgetter("area"), TOGETHER_PIXELS):
-                decoded = [_tried(Part.decode, part) for part in few]
-                yield from [_tried(Part.cut, part) for part in decoded]
+        boxes = iter(wanted)
+        for some in _grouped(contents, len, GROUP_BYTES):
+            opened = [_tried(Crop, content, next(boxes)[1], self.image_size) for content in some]
+            for few in _grouped(opened, attrgetter("area"), GROUP_PIXELS):
+                decoded = [_tried(Crop.decode, crop) for crop in few]
+                yield from [_tried(Crop.cut, crop) for crop in decoded]
 
-    def _next(self, number: int, box: list[float] | None, bad: list[tuple[int, str]]) -> tuple[int, np.ndarray | None]:
-        """The first image after a bad one that is not; None after too many."""
+    def _next(
+        self, number: int, box: list[float] | None, unreadable: list[tuple[int, str]]
+    ) -> tuple[int, np.ndarray | None]:
+        """The first readable image after an unreadable one; None after TRIES."""
         for i in range(number + 1, number + TRIES):
             (image,) = self._images([(i % len(self.sources), box)])
             if not isinstance(image, Unreadable):
                 return i % len(self.sources), image
-            bad.append((i % len(self.sources), str(image)))
+            unreadable.append((i % len(self.sources), str(image)))
         return number, None
-
-    def _place(self, image: np.ndarray, mirror: bool, room: Room) -> None:
-        if self.finish:
-            image = resize_one(image, mirror, self.image_size)
-        room.take(image.size).reshape(image.shape)[:] = image
 
 
 def _tried(work: Callable[..., T], subject: Any, *rest: Any) -> T | Unreadable:
-    """work(subject, ...), or why that, or what came before it, is not possible."""
+    """work(subject, ...), or the error of this or of an earlier stage."""
     if isinstance(subject, Unreadable):
         return subject
     try:
@@ -130,28 +161,28 @@ def _tried(work: Callable[..., T], subject: Any, *rest: Any) -> T | Unreadable:
         return error
 
 
-def _together(items: Iterable[T], weight: Callable[[Any], int], most: int) -> Iterator[list[T]]:
-    """Runs of items: TOGETHER of them, or as many as weigh `most`."""
-    run, total = list[T](), 0
+def _grouped(items: Iterable[T], weight: Callable[[Any], int], most: int) -> Iterator[list[T]]:
+    """Groups of GROUP items, or of fewer that weigh `most` together."""
+    group, total = list[T](), 0
     for item in items:
-        run.append(item)
+        group.append(item)
         total += 0 if isinstance(item, Unreadable) else weight(item)
-        if len(run) == TOGETHER or total >= most:
-            yield run
-            run, total = [], 0
-    if run:
-        yield run
+        if len(group) == GROUP or total >= most:
+            yield group
+            group, total = [], 0
+    if group:
+        yield group
 
 
-class Room:
-    """Memory for the pixels of one answer, used again and again: fresh memory costs more time than filling it.
+class PixelBuffer:
+    """Memory for the pixels of one batch, used again and again: fresh memory costs more time than filling it.
 
-    In a worker the training process sees it too, so that nothing is copied on the way.
+    A worker's buffer is shared with the training process, so that nothing is copied on the way.
     """
 
     def __init__(self) -> None:
         self.used = 0
-        self._make(0)
+        self._allocate(0)
 
     @property
     def filled(self) -> Tensor:
@@ -162,13 +193,107 @@ class Room:
         start, self.used = self.used, self.used + size
         if self.used > len(self.view):
             old = self.view[:start]
-            self._make(self.used * 3 // 2)
+            self._allocate(self.used * 3 // 2)
             self.view[:start] = old
         return self.view[start : self.used]
 
-    def _make(self, size: int) -> None:
+    def _allocate(self, size: int) -> None:
         if get_worker_info() is None:
             self.memory = torch.empty(size, dtype=torch.uint8)
         else:
             self.memory = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size, device="cpu"))
         self.view = self.memory.numpy()
+
+
+# ---- in the worker process
+
+
+def init_worker(number: int) -> None:
+    """Ignore signals to the process group, and end with the parent.
+
+    Whoever stops the whole group must not end a worker: the training process still needs the batch that it waits for.
+    Only that process itself may end it by SIGTERM.
+    """
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    if hasattr(signal, "sigtimedwait"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # else the sender of a signal would be unknown
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    ImageFile.MAXBLOCK = PILLOW_BLOCK
+
+
+def _end_with_parent(parent_id: int) -> None:
+    """End this process once its parent is gone or asks for it, even while it waits for a disk or a full pipe."""
+    parent = multiprocessing.parent_process()
+    # The pipe to a parent is open in workers that were started later, too: its number is the faster way to know.
+    while parent is not None and parent.is_alive() and os.getppid() == parent_id and not _terminated_by(parent_id):
+        pass
+    os._exit(0)
+
+
+def _terminated_by(parent_id: int) -> bool:
+    """Wait PARENT_CHECK seconds for a SIGTERM of the parent."""
+    if not hasattr(signal, "sigtimedwait"):
+        time.sleep(PARENT_CHECK)
+        return False
+    received = signal.sigtimedwait([signal.SIGTERM], PARENT_CHECK)
+    return received is not None and received.si_pid == parent_id
+
+
+# ---- in the training process
+
+
+@contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Block SIGINT and SIGTERM while worker processes start, so that they inherit the mask."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class WorkerWatch(AbstractContextManager["WorkerWatch"]):
+    """A block in which the death of a worker is raised as PyTorch does; deaths outside are raised by the next block."""
+
+    def __init__(self) -> None:
+        self._inside = False
+        self._died: RuntimeError | None = None
+        self._raising: Callable[[int, FrameType | None], Any] | None = None
+
+    def install(self) -> None:
+        """Take the place of PyTorch's SIGCHLD handler, which is there once the first workers are."""
+        self._died = None
+        if self._raising is not None or threading.current_thread() is not threading.main_thread():
+            return
+        handler = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
+        if callable(handler):
+            self._raising = handler
+            signal.signal(signal.SIGCHLD, self._handle)
+
+    def __enter__(self) -> WorkerWatch:
+        self._inside = True  # first: a death from here on is raised at once
+        died, self._died = self._died, None
+        if died is not None:
+            self._inside = False
+            raise died
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._inside = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        try:
+            if self._raising is not None:
+                self._raising(number, frame)
+        except RuntimeError as error:
+            if self._inside:
+                raise
+            self._died = error
+
+
+watch = WorkerWatch()
+"""One for the process, as there is one handler of a signal."""

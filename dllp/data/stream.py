@@ -1,4 +1,4 @@
-"""Splits too large for memory: worker processes read the images of whole batches, in an order fixed by the seed."""
+"""Streamed splits, too large for memory: worker processes read whole batches, in an order fixed by the seed."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from dllp.data import reader, workers
+from dllp.data import reader
 from dllp.data.arrays import ArrayData, Augment, generator
-from dllp.data.bad import Tally
-from dllp.data.images import DRAWS, quiet
-from dllp.data.reader import Answer, Reader, Request
-from dllp.data.resize import resize_all
+from dllp.data.images import DRAWS, resize_all, warnings_ignored
+from dllp.data.reader import Decoded, Reader, Request
 from dllp.data.sources import Sources
+from dllp.data.unreadable import UnreadableImages
 from dllp.errors import DataError
 
 IN_MEMORY = 2**32
 """Bytes up to which decoded images are kept in memory."""
 CHUNK = 64
 CACHED = 2**18
-"""Numbers normalised at once on a CPU: they stay in its cache."""
+"""Values normalised at once on a CPU, so that they stay in its cache."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +36,19 @@ class StreamedData:
     """One split whose images stay on disk.
 
     Args:
-        sources: Where each image lies.
+        sources: Places of the images.
         y: (N,) int64 classes.
         image_size: Side of the squares that the images become.
-        tally: What could not be read so far.
+        unreadable: The unreadable images found so far.
         mean, std: Normalisation of each channel, in units of 0..1.
-        augment: `resized-crop` (a random part of random shape, mirrored half of the time) or `none` (the middle).
-        workers: Processes that decode; 0 decodes in this one. The batches are the same for any number.
+        augment: `resized-crop` (a random crop, mirrored half of the time) or `none` (the centre).
+        workers: Worker processes that decode; 0 decodes in this process. Batches are the same for any number.
     """
 
     sources: Sources
     y: Tensor
     image_size: int
-    tally: Tally
+    unreadable: UnreadableImages
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.25, 0.25, 0.25)
     augment: Augment = "resized-crop"
@@ -58,7 +57,7 @@ class StreamedData:
     def __post_init__(self) -> None:
         if self.augment not in ("resized-crop", "none"):
             raise DataError(f"augment = {self.augment!r} is for images in memory: use resized-crop or none")
-        workers.check(self.workers)
+        reader.check_workers(self.workers)
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -69,12 +68,12 @@ class StreamedData:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one input."""
+        """Shape of one input."""
         return 3, self.image_size, self.image_size
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of inputs before they are normalised."""
+        """Type of inputs before they are normalised."""
         return torch.uint8
 
     def subset(self, indices: Tensor | Sequence[int]) -> Self:
@@ -82,64 +81,76 @@ class StreamedData:
         index = torch.as_tensor(indices, dtype=torch.int64)
         return replace(self, sources=self.sources.subset(index.numpy()), y=self.y[index])
 
-    def count(self, bad: Iterable[tuple[int, str]]) -> None:
-        """Add images that cannot be read, by number and with the reason, to the tally."""
-        self.tally.add((self.sources.name(number), reason) for number, reason in bad)
+    def count_unreadable(self, images: Iterable[tuple[int, str]]) -> None:
+        """Count unreadable images, given by index and reason."""
+        self.unreadable.add((self.sources.name(number), reason) for number, reason in images)
 
     def decoded(self, device: torch.device | str = "cpu") -> ArrayData:
-        """The middle of every image, decoded once and for all; images that cannot be read are left out.
+        """The centre of every image, decoded once and for all; unreadable images are left out.
 
         Beyond :data:`IN_MEMORY` bytes they lie in a temporary file, which the system reads as they are needed.
         """
         requests = [Request(np.arange(i, min(i + CHUNK, len(self)))) for i in range(0, len(self), CHUNK)]
-        x, read, bad = _room((len(self), *self.shape)), [], list[tuple[int, str]]()
+        x, read, unreadable = _allocate((len(self), *self.shape)), [], list[tuple[int, str]]()
         filled = 0
-        for pixels, answer in pictures(self, requests, device):
-            bad += answer.bad
+        for pixels, batch in read_images(self, requests, device):
+            unreadable += batch.unreadable
             x[filled : filled + len(pixels)] = pixels.cpu().numpy()
             filled += len(pixels)
-            read.append(torch.from_numpy(answer.numbers))
-        self.count(bad)
+            read.append(torch.from_numpy(batch.numbers))
+        self.count_unreadable(unreadable)
         if not filled:
             raise DataError("there are no images to decode: at least one is needed")
         return ArrayData(torch.from_numpy(x[:filled]), self.y[torch.cat(read)], self.mean, self.std)
 
 
-def pictures(
+def _allocate(shape: tuple[int, ...]) -> np.ndarray:
+    """An uint8 array in memory, or in an unnamed temporary file."""
+    total = math.prod(shape)
+    if total <= IN_MEMORY:
+        return np.empty(shape, np.uint8)
+    place = tempfile.gettempdir()
+    if shutil.disk_usage(place).free < total:
+        raise DataError(f"{place} has no room for {total} bytes of decoded images: set $TMPDIR to a larger disk")
+    with tempfile.TemporaryFile(prefix="dllp-") as file:
+        return np.memmap(file, np.uint8, "w+", shape=shape)
+
+
+def read_images(
     data: StreamedData, requests: Iterable[Request], device: torch.device | str
-) -> Iterator[tuple[Tensor, Answer]]:
-    """For each request uint8 images (B, 3, S, S) on the device, and the answer that they come from."""
+) -> Iterator[tuple[Tensor, Decoded]]:
+    """For each request uint8 images (B, 3, S, S) on the device, and the batch that they come from."""
     device = torch.device(device)
     finish = device.type == "cpu"
-    for answer in read(data, requests, finish):
-        pixels = answer.pixels
+    for batch in read_batches(data, requests, finish):
+        pixels = batch.pixels
         if not finish:
-            extent, mirror = torch.from_numpy(answer.extent), torch.from_numpy(answer.mirror)
+            extent, mirror = torch.from_numpy(batch.extent), torch.from_numpy(batch.mirror)
             pixels = resize_all(pixels.to(device, non_blocking=True), extent, mirror, data.image_size)
-        yield pixels, answer
+        yield pixels, batch
 
 
-def read(data: StreamedData, requests: Iterable[Request], finish: bool) -> Iterator[Answer]:
-    """The answer to each request, as :class:`Reader` gives it."""
-    count = workers.cores() if data.workers is None else data.workers
+def read_batches(data: StreamedData, requests: Iterable[Request], finish: bool) -> Iterator[Decoded]:
+    """The batch of each request, as :class:`Reader` makes it, by worker processes."""
+    count = reader.cores() if data.workers is None else data.workers
     if isinstance(requests, list):
         count = min(count, len(requests))
-    with quiet(), workers.deaf():  # more processes than cores are the user's choice
+    with warnings_ignored(), reader.signals_blocked():  # more processes than cores are the user's choice
         loader = DataLoader(
             Reader(data.sources, data.image_size, finish), sampler=requests, batch_size=None,  # type: ignore
-            collate_fn=_as_is, num_workers=count, prefetch_factor=reader.AHEAD if count else None,
-            worker_init_fn=workers.begin, pin_memory=not finish,
+            collate_fn=_identity, num_workers=count, prefetch_factor=reader.PREFETCH if count else None,
+            worker_init_fn=reader.init_worker, pin_memory=not finish,
             generator=torch.Generator(),  # else it would draw from the run's own random numbers
         )  # fmt: skip
         batches = iter(loader)
-    workers.watch.begin()
+    reader.watch.install()
     try:
         while True:
-            with workers.watch:
-                answer = next(batches, None)
-            if answer is None:
+            with reader.watch:
+                batch = next(batches, None)
+            if batch is None:
                 return
-            yield answer
+            yield batch
     except (RuntimeError, ConnectionError, EOFError) as error:  # the latter where it dies while it hands a batch over
         if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
             raise
@@ -150,11 +161,15 @@ def read(data: StreamedData, requests: Iterable[Request], finish: bool) -> Itera
         ) from None
 
 
+def _identity(batch: Any) -> Any:
+    return batch
+
+
 class StreamBatches:
     """Training batches of one :class:`StreamedData`, all of one shape, on one device.
 
-    Order and parts of the images depend only on (seed, epoch, step), so the number of a step is all that a checkpoint
-    must know about the data. What is left of a permutation after the last full batch is dropped.
+    Order and crops depend only on (seed, epoch, step), so the number of a step is all that a checkpoint must know about
+    the data. An incomplete last batch is dropped.
     """
 
     def __init__(
@@ -171,44 +186,43 @@ class StreamBatches:
             torch.tensor(values, device=self.device).view(1, 3, 1, 1)
             for values in ([255 * m for m in data.mean], [1 / (255 * s) for s in data.std])
         )
-        self.share(slice(0, self.batch_size), lambda said: [said], first=True)
+        self.share(slice(0, self.batch_size), lambda message: [message], first=True)
 
     def share(self, part: slice, exchange: Callable[[bytes], list[bytes]], first: bool) -> None:
-        """Read only a part of every batch, where other processes read the rest.
+        """Read only a part of every batch, where other processes read the others.
 
-        Which images a batch has, what is drawn for each, and what happens where one cannot be read, does not depend
-        on the parts.
+        The images of a batch, their random crops, and the handling of unreadable images do not depend on the parts.
 
         Args:
-            part: Which examples of a batch.
-            exchange: Tells all what each has to say, in the order of their parts; called once for every batch.
-            first: Whether this process speaks for all.
+            part: Examples of a batch that this process reads.
+            exchange: All-gather of one message of each process, in the order of their parts; called once a batch.
+            first: This process reports errors; the others raise them silently.
         """
         self.part, self._exchange, self._first = part, exchange, first
-        self._live: Iterator[tuple[Tensor, Answer]] | None = None
-        self._place = (-1, 0)  # epoch and step that `_live` gives next
+        self._live: Iterator[tuple[Tensor, Decoded]] | None = None
+        self._place = (-1, 0)  # epoch and step of the next batch of `_live`
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """(inputs, labels) of every step from `start_step` on; inputs are normalised float32.
 
-        The workers go on into the next epoch: it begins without waiting for them.
+        The workers continue into the next epoch, which begins without waiting for them.
         """
         if self._live is None or self._place != (epoch, start_step):
-            self._live = pictures(self.data, Order(self, epoch, start_step), self.device)
+            self._live = read_images(self.data, BatchOrder(self, epoch, start_step), self.device)
         for step in range(start_step, self.steps):
-            pixels, answer = next(self._live)
-            self._hear(answer)
+            pixels, batch = next(self._live)
+            self._count_unreadable(batch)
             self._place = (epoch, step + 1) if step + 1 < self.steps else (epoch + 1, 0)
-            labels = self.data.y[torch.from_numpy(answer.numbers)]
+            labels = self.data.y[torch.from_numpy(batch.numbers)]
             yield self._normalised(pixels), labels.to(self.device, non_blocking=True)
 
-    def _hear(self, answer: Answer) -> None:
-        """Count what is bad in any part of the batch: all count the same, and give up at the same step."""
-        missing = self.part.stop - self.part.start - len(answer.numbers)
-        said = self._exchange(json.dumps([missing, answer.bad]).encode() if answer.bad else b"")
-        parts = [json.loads(text) for text in said if text]
+    def _count_unreadable(self, batch: Decoded) -> None:
+        """Count the unreadable images of all parts of the batch: every process gives up at the same step."""
+        missing = self.part.stop - self.part.start - len(batch.numbers)
+        message = json.dumps([missing, batch.unreadable]).encode() if batch.unreadable else b""
+        parts = [json.loads(text) for text in self._exchange(message) if text]
         try:
-            self.data.count(found for _, bad in parts for found in bad)
+            self.data.count_unreadable(image for _, images in parts for image in images)
             if any(missing for missing, _ in parts):
                 root = self.data.sources.root
                 raise DataError(f"{reader.TRIES} images in a row cannot be read: check the folder {root}")
@@ -217,10 +231,10 @@ class StreamBatches:
             raise
 
     def _normalised(self, pixels: Tensor) -> Tensor:
-        """float32 of uint8, in the layout that the network wants."""
+        """Normalised float32 of uint8, in the memory layout of the network."""
         if self.device.type != "cpu":
             return (pixels - self._shift).mul_(self._scale).contiguous(memory_format=self.layout)
-        # On one core by numpy: what PyTorch spreads over cores waits for those that decode.
+        # On one core by numpy: PyTorch's threads would wait for the cores that decode.
         last = self.layout is torch.channels_last
         x = np.empty(pixels.permute(0, 2, 3, 1).shape if last else pixels.shape, np.float32)
         x = x.transpose(0, 3, 1, 2) if last else x
@@ -233,13 +247,13 @@ class StreamBatches:
         return torch.from_numpy(x)
 
     def first(self, count: int = 2) -> tuple[Tensor, Tensor]:
-        """A small batch, decoded here and now."""
+        """A small batch, decoded by this process."""
         few = StreamBatches(replace(self.data, workers=0), count, self.seed, self.device)
         return next(few.epoch(0))
 
 
-class Order(Sampler[Request]):
-    """The requests of all epochs from one place on, without end: this process's part of each batch."""
+class BatchOrder(Sampler[Request]):
+    """Requests for this process's part of each batch, from one step on, without end."""
 
     def __init__(self, batches: StreamBatches, epoch: int, step: int) -> None:
         self.count, self.size, self.steps, self.seed = (
@@ -257,19 +271,3 @@ class Order(Sampler[Request]):
                 draws = torch.rand(self.size, DRAWS, generator=generator(self.seed, 5, epoch, k)).numpy()
                 yield Request(numbers[self.part], draws[self.part] if self.crops else None, True)
             step = 0
-
-
-def _as_is(batch: Any) -> Any:
-    return batch
-
-
-def _room(shape: tuple[int, ...]) -> np.ndarray:
-    """An array in memory, or in a temporary file that has no name any more."""
-    total = math.prod(shape)
-    if total <= IN_MEMORY:
-        return np.empty(shape, np.uint8)
-    place = tempfile.gettempdir()
-    if shutil.disk_usage(place).free < total:
-        raise DataError(f"{place} has no room for {total} bytes of decoded images: set $TMPDIR to a larger disk")
-    with tempfile.TemporaryFile(prefix="dllp-") as file:
-        return np.memmap(file, np.uint8, "w+", shape=shape)

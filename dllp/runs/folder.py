@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from dllp import files
 from dllp.cli import tensorboard
 from dllp.cli.task import DENSE_FILE, SETTINGS
-from dllp.data.bad import LeftOut
+from dllp.data.unreadable import SkippedImage
 from dllp.errors import ArtifactError, Interrupted
 from dllp.records import EpochRecord
 from dllp.runs import artifacts
@@ -193,7 +193,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self._log.append({"training": training, **record.as_dict()})
         self._append(self._log[-1])
 
-    def note(self, image: LeftOut) -> None:
+    def note(self, image: SkippedImage) -> None:
         """An image that is left out: in the log once, from the log's start on."""
         name = os.path.abspath(image.name)  # a run that goes on reads its data by absolute paths
         if name not in self._left_out:

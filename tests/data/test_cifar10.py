@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from dllp import data
-from dllp.data import cifar10, cifar10_files
-from dllp.data.cifar10_files import BINARY, PYTHON, decode_binary, decode_python
-from dllp.data.download import fetch
+from dllp.data import cifar10
+from dllp.data.cifar10 import BINARY, PYTHON, Version, decode_binary, decode_python, download
 from dllp.errors import DataError
 
 PER_FILE = 4
@@ -43,7 +42,7 @@ def python2_pickle(pixels: np.ndarray, labels: list[int], dtype: bytes = b"u1") 
     return b"\x80\x02}(" + text(b"batch_label") + text(b"testing") + parts + b"u."
 
 
-def files(version: cifar10_files.Version) -> dict[str, bytes]:
+def files(version: Version) -> dict[str, bytes]:
     contents = {}
     for name, pixels, labels in zip(version.members(), PIXELS, LABELS, strict=True):
         if version is PYTHON:
@@ -63,7 +62,7 @@ def archive(contents: dict[str, bytes], folder: str) -> bytes:
     return buffer.getvalue()
 
 
-def place(root: Path, version: cifar10_files.Version, content: bytes, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(root: Path, version: Version, content: bytes, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put an archive under its official name, with the checksum it then has."""
     checksum = hashlib.md5(content, usedforsecurity=False).hexdigest()
     which = "PYTHON" if version is PYTHON else "BINARY"
@@ -151,7 +150,7 @@ def test_download_is_verified_and_atomic(tmp_path, monkeypatch):
         ("", 10, "more than the expected 10 bytes"),
     ):
         with pytest.raises(DataError, match=message):
-            fetch(f"file://{server}/{PYTHON.archive}", root / "again", checksum, limit)
+            download(f"file://{server}/{PYTHON.archive}", root / "again", checksum, limit)
     assert [p.name for p in root.iterdir()] == [PYTHON.archive]
 
 
@@ -172,7 +171,7 @@ def test_archives_that_lack_or_bend_members(tmp_path, monkeypatch):
     place(tmp_path, BINARY, b"no archive", monkeypatch)
     with pytest.raises(DataError, match="no readable archive"):
         data.load("cifar10", root=tmp_path)
-    monkeypatch.setattr(cifar10_files, "SIZE_LIMIT", len(last) - 1)
+    monkeypatch.setattr(cifar10, "MEMBER_LIMIT", len(last) - 1)
     path = place(tmp_path, BINARY, archive(files(BINARY), BINARY.folder), monkeypatch)
     with pytest.raises(DataError, match="no plain file of the expected size"):
         data.load("cifar10", root=tmp_path)
@@ -204,10 +203,10 @@ class Hostile:
         return Path.touch, (self.path,)
 
 
-def test_pickles_admit_only_what_the_files_hold(tmp_path):
+def test_pickles_are_never_executed(tmp_path):
     target = tmp_path / "touched"
     for protocol in (0, 2, 4):
-        with pytest.raises(DataError, match="has no place in it"):
+        with pytest.raises(DataError, match="here is no CIFAR-10 batch"):
             decode_python(pickle.dumps(Hostile(target), protocol), "here")
     assert not target.exists()
 
@@ -224,9 +223,6 @@ def test_pickles_admit_only_what_the_files_hold(tmp_path):
         python2_pickle(PIXELS[0][:, :9], [1] * PER_FILE),
         python2_pickle(PIXELS[0], LABELS[0].tolist())[:-90],
         python2_pickle(PIXELS[0], LABELS[0].tolist()).replace(b"cnumpy\nndarray\n", b"cos\nsystem\n"),
-        b"\x80\x02cnumpy\ndtype\n}U\x01aK\x01sb.",
-        b"\x80\x02cnumpy\ndtype\nN}U\x0b_Make__callK\x01s\x86b.",
-        b"\x80\x02cnumpy\ndtype\nN}X\x0b\x00\x00\x00_Make__callK\x01s\x86b.",
         python2_pickle(PIXELS[0], LABELS[0].tolist())
         .replace(b"\x87R(J\x03", b"\x87R0N(J\x03")
         .replace(b"tb\x89", b"t0\x89"),

@@ -85,7 +85,6 @@ def test_any_byte_order_is_taken(kind, tmp_path):
         (torch.zeros(2, 1), torch.tensor(1), r"labels have shape \(\): give one number at least"),
         (torch.eye(2).to_sparse(), torch.tensor([0, 1]), "inputs are sparse: give a dense tensor"),
         (torch.eye(2), torch.tensor([0, 1]).to_sparse(), "labels are sparse: give a dense tensor"),
-        (torch.zeros(2, 1, device="meta"), torch.tensor([0, 1]), "inputs are without values"),
         (np.zeros((2, 1)), np.array([0, 1j]), "labels are complex: give a dense tensor of real numbers"),
     ],
 )

@@ -1,22 +1,31 @@
-"""What a worker hands over: the same however many it works on at a time, and however late one looks."""
+"""Worker processes: batches that do not depend on grouping or timing, signals, and the death of a worker."""
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from itertools import islice
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader
 
 from dllp.data import StreamBatches, reader, stream
-from dllp.data.reader import Answer, Reader, Request
-from dllp.data.resize import resize_all
-from dllp.data.sources import of_classes
+from dllp.data.images import Crop, resize_all
+from dllp.data.reader import Decoded, Reader, Request
+from dllp.data.sources import from_class_folders
+from dllp.errors import DataError
 from tests.support import pictures
+from tests.support.commands import UNTRACED
 
 
 def request(count: int, *numbers: int) -> Request:
@@ -24,12 +33,16 @@ def request(count: int, *numbers: int) -> Request:
     return Request(np.array(numbers or range(count)), draws, fill=True)
 
 
-def equal(a: Answer, b: Answer) -> bool:
-    return torch.equal(a.pixels, b.pixels) and all(np.array_equal(a[k], b[k]) for k in (1, 2, 3)) and a.bad == b.bad
+def equal(a: Decoded, b: Decoded) -> bool:
+    return (
+        torch.equal(a.pixels, b.pixels)
+        and all(np.array_equal(a[k], b[k]) for k in (1, 2, 3))
+        and a.unreadable == b.unreadable
+    )
 
 
 @pytest.mark.parametrize("finish", [True, False])
-@pytest.mark.parametrize("limit", ["TOGETHER", "TOGETHER_BYTES", "TOGETHER_PIXELS"])
+@pytest.mark.parametrize("limit", ["GROUP", "GROUP_BYTES", "GROUP_PIXELS"])
 def test_how_many_are_worked_on_together_changes_nothing(
     photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finish: bool, limit: str
 ) -> None:
@@ -40,15 +53,22 @@ def test_how_many_are_worked_on_together_changes_nothing(
     together = Reader(sources, 16, finish)[request(24)]
     monkeypatch.setattr(reader, limit, 1)
     assert equal(together, Reader(sources, 16, finish)[request(24)])
-    assert together.numbers.tolist()[2:6] == [2, 5, 5, 5] and [number for number, _ in together.bad] == [3, 4, 4, 11]
+    assert together.numbers.tolist()[2:6] == [2, 5, 5, 5] and [number for number, _ in together.unreadable] == [
+        3,
+        4,
+        4,
+        11,
+    ]
 
 
 @pytest.mark.parametrize("finish", [True, False])
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_an_answer_stays_until_the_next_is_taken(photographs: Path, workers: int, finish: bool) -> None:
-    def answers(workers: int) -> Iterator[Answer]:
+    def answers(workers: int) -> Iterator[Decoded]:
         data = pictures.training(photographs, 16, workers=workers)
-        return islice(stream.read(data, stream.Order(StreamBatches(data, 2, seed=0), 0, 0), finish), 16)
+        return itertools.islice(
+            stream.read_batches(data, stream.BatchOrder(StreamBatches(data, 2, seed=0), 0, 0), finish), 16
+        )
 
     known = [answer._replace(pixels=answer.pixels.clone()) for answer in answers(0)]
     for k, answer in enumerate(answers(workers)):
@@ -73,7 +93,100 @@ def test_larger_images_are_cut_as_small_ones(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "train" / "a").mkdir(parents=True)
     pixels = np.random.default_rng(0).integers(0, 256, (120, 150, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "train" / "a" / "1.png")
-    sources, _ = of_classes(tmp_path, "train")
+    sources, _ = from_class_folders(tmp_path, "train")
     cut = Reader(sources, 64, False)[request(4, 0, 0, 0, 0)]
     monkeypatch.setattr("dllp.data.images.SMALL", 2**20)
     assert equal(cut, Reader(sources, 64, False)[request(4, 0, 0, 0, 0)])
+
+
+# ---- worker processes
+
+BATCH = 4
+
+
+def batches(folder: Path, workers: int) -> StreamBatches:
+    return StreamBatches(replace(pictures.streamed(folder), workers=workers), BATCH, seed=0)
+
+
+def stick() -> None:
+    """Let every process wait for a disk that does not answer, from its second batch on."""
+    decode, calls = Crop.decode, itertools.count()
+    Crop.decode = lambda crop: time.sleep(120) if next(calls) >= BATCH else decode(crop)  # type: ignore
+
+
+def children() -> list[int]:
+    return [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+
+
+def ended(pid: int) -> bool:
+    """Whether a process ends within a while: a child wholly, so that its parent was told."""
+    for _ in range(1000):
+        try:
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                return True
+        except ChildProcessError:
+            found = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
+            if found.stdout.strip()[:1] in ("", "Z"):
+                return True
+        time.sleep(0.01)
+    return False
+
+
+def test_a_killed_worker_is_told_with_the_next_batch_and_not_before(photographs: Path) -> None:
+    epoch = batches(photographs, workers=1).epoch(0)
+    next(epoch)
+    pid = children()[0]
+    os.kill(pid, signal.SIGKILL)
+    assert ended(pid)  # PyTorch would raise here, wherever that is
+    with pytest.raises(DataError, match=r"has died .*is killed by signal: Killed.*lower workers"):
+        next(epoch)
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "Connection reset by peer"), EOFError()])
+def test_a_worker_that_dies_while_it_hands_a_batch_over(
+    photographs: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def broken(loader: object) -> Iterator[object]:
+        raise error
+        yield
+
+    monkeypatch.setattr(DataLoader, "__iter__", broken)
+    split = pictures.training(photographs, 16)
+    with pytest.raises(
+        DataError, match=r"has died \(.*(Connection reset by peer|pipe is closed)\): give it more memory"
+    ):
+        next(StreamBatches(split, BATCH, seed=0).epoch(0))
+
+
+def test_a_signal_to_the_whole_group_leaves_the_workers_alone(photographs: Path) -> None:
+    alone, several = (batches(photographs, workers).epoch(0) for workers in (0, 2))
+    found = [next(several)]
+    for name in ("TERM", "INT"):
+        subprocess.run(["kill", f"-{name}", *map(str, children())], check=True)
+    assert pictures.same(list(alone), [*found, *several])
+
+
+def test_the_training_process_can_end_a_worker_that_is_stuck(
+    photographs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Crop, "decode", Crop.decode)  # as it was, at the end
+    split = batches(photographs, workers=1)
+    stick()
+    next(split.epoch(0))
+    (pid,) = children()
+    os.kill(pid, signal.SIGTERM)
+    assert ended(pid)
+
+
+def test_workers_end_with_a_parent_that_is_killed(photographs: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from tests.data.test_reader import *\n"
+        "split = batches(Path(sys.argv[1]), workers=3); stick(); next(split.epoch(0)); print(*children(), flush=True)\n"
+        "time.sleep(120)"
+    )
+    words = [sys.executable, "-c", code, str(photographs)]
+    with subprocess.Popen(words, env=UNTRACED, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        parent.kill()
+    assert len(pids) == 3 and all(ended(pid) for pid in pids)

@@ -39,7 +39,9 @@ def test_a_bad_image_in_a_shard_has_a_name(own_photographs: Path, tmp_path: Path
     (own_photographs / "train" / "dog" / "005.jpg").write_bytes(b"nothing")
     told: list[str] = []
     split = pictures.streamed(
-        pictures.shards(tmp_path / "packed", own_photographs), max_bad="10%", tell=lambda image: told.append(str(image))
+        pictures.shards(tmp_path / "packed", own_photographs),
+        max_bad="10%",
+        report=lambda image: told.append(str(image)),
     )
     list(StreamBatches(split, 8, seed=0).epoch(0))
     assert len(told) == 1 and "train-000001.tar:dog-005.jpg is left out" in told[0]

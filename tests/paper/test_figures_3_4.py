@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from dllp.data import digits, load
+from dllp.data import load
 from dllp.errors import ArtifactError
 from dllp.evaluation import metrics
 from paper import figures_3_4, reliability, run, tables
@@ -162,12 +162,6 @@ def test_runs_that_are_not_of_the_bench_are_named(name: str, damage: str, tmp_pa
     with pytest.raises(ArtifactError, match="remove its line"):
         run.write_summary(table, store, Variant())
     assert not (store.folder / "summary.json").exists()
-
-
-def test_digits_are_left_out_where_they_are_not_installed(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digits, "installed", lambda: False)
-    _, versions = Runner(load(data)).splits.of(Job(NETWORK, "dense"))
-    assert "ood:noise" in versions and "ood:digits" not in versions
 
 
 def test_one_dense_run_is_no_ensemble(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dllp import data
 from dllp.data import StreamedData
-from dllp.data.bad import Tally, Tell
-from dllp.data.sources import of_classes
+from dllp.data.sources import from_class_folders
+from dllp.data.unreadable import Report, UnreadableImages
 
 
 def jpeg(rng: np.random.Generator, size: tuple[int, int], mode: str = "RGB", bright: int = 0) -> bytes:
@@ -39,12 +39,12 @@ def folder(root: Path, train: int = 12, val: int = 4, classes: tuple[str, ...] =
 
 
 def training(
-    root: Path, image_size: int, max_bad: str = "90%", tell: Tell | None = None, **options: Any
+    root: Path, image_size: int, max_bad: str = "90%", report: Report | None = None, **options: Any
 ) -> StreamedData:
     """The training images of a class folder, none of which was looked at before."""
-    sources, counts = of_classes(root, "train")
+    sources, counts = from_class_folders(root, "train")
     y = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(list(counts.values())))
-    return StreamedData(sources, y, image_size, Tally(len(sources), max_bad, tell), **options)
+    return StreamedData(sources, y, image_size, UnreadableImages(len(sources), max_bad, report), **options)
 
 
 def load(root: Path, **options: Any) -> data.Dataset:

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 from dllp import data
 from dllp.cli import options
-from dllp.data import cifar10_files
+from dllp.data import cifar10
 from dllp.errors import DllpError
 from dllp.runs import artifacts, pretrained
 from paper.store import Store
@@ -165,11 +165,11 @@ def cases(root: Path) -> dict[str, tuple[int, Callable[[], object]]]:
     found["nested YAML"] = 0, lambda: options.read(nested)
 
     memo = b"\x80\x02}r\xff\xff\xff\x7f."
-    found["a pickle with place 2**31"] = 0, lambda: cifar10_files.decode_python(memo, "here")
+    found["a pickle with place 2**31"] = 0, lambda: cifar10.decode_python(memo, "here")
     text = b"\x80\x02T\xff\xff\xff\x7fabc."
-    found["a pickle with 2 GB of text"] = 0, lambda: cifar10_files.decode_python(text, "here")
+    found["a pickle with 2 GB of text"] = 0, lambda: cifar10.decode_python(text, "here")
     pair = b"\x80\x02}(K\x01\x85" + b"q\x01h\x01\x86" * 400 + b"K\x01u."
-    found["a pickle that hashes for ever"] = 0, lambda: cifar10_files.decode_python(pair, "here")
+    found["a pickle that hashes for ever"] = 0, lambda: cifar10.decode_python(pair, "here")
 
     store = Store(root / "results")
     (root / "results" / "probabilities").mkdir(parents=True)
@@ -184,10 +184,10 @@ def cases(root: Path) -> dict[str, tuple[int, Callable[[], object]]]:
         for _ in range(300):
             packed.write(bytes(MB))
     (root / "bomb.tar.gz").write_bytes(buffer.getvalue())
-    limit = cifar10_files.ARCHIVE_LIMIT
+    limit = cifar10.ARCHIVE_LIMIT
     found["an archive of 300 MB in 2 MB"] = (
         limit,
-        lambda: cifar10_files.read_archive(root / "bomb.tar.gz", cifar10_files.PYTHON),
+        lambda: cifar10.read_archive(root / "bomb.tar.gz", cifar10.PYTHON),
     )
     return found
 

@@ -15,7 +15,7 @@ from PIL import Image
 from reader import Reader
 
 from dllp import data
-from dllp.data import cifar10_files
+from dllp.data import cifar10
 
 
 def arrays(root: Path) -> list[Reader]:
@@ -58,20 +58,20 @@ def cifar(root: Path) -> list[Reader]:
     memo = pickled[0].replace(b"}(", b"}q\x01(", 1).replace(b"](", b"]q\x02(", 1).replace(b"u.", b"h\x02h\x02su.")
     raw = [bytes([int(y)]) + p.tobytes() for p, y in zip(PIXELS[0][:2], DIGITS[0], strict=False)]
     found = []
-    for version, seeds in ((cifar10_files.PYTHON, [*pickled, memo]), (cifar10_files.BINARY, [b"".join(raw), raw[0]])):
+    for version, seeds in ((cifar10.PYTHON, [*pickled, memo]), (cifar10.BINARY, [b"".join(raw), raw[0]])):
 
-        def read_file(content: bytes, version: cifar10_files.Version = version, first: bytes = seeds[0]) -> object:
+        def read_file(content: bytes, version: cifar10.Version = version, first: bytes = seeds[0]) -> object:
             folder = root / version.folder
             folder.mkdir(exist_ok=True)
             for name in version.members():
                 (folder / name).write_bytes(first)
             (folder / version.members()[2]).write_bytes(content)
-            return cifar10_files.read_folder(folder, version)
+            return cifar10.read_folder(folder, version)
 
-        def read_packed(content: bytes, version: cifar10_files.Version = version) -> object:
+        def read_packed(content: bytes, version: cifar10.Version = version) -> object:
             path = root / version.archive
             path.write_bytes(content)
-            return cifar10_files.read_archive(path, version)
+            return cifar10.read_archive(path, version)
 
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
@@ -84,7 +84,7 @@ def cifar(root: Path) -> list[Reader]:
         def repacked(rng: random.Random, content: bytes, other: bytes, plain: bytes = plain) -> bytes:
             return gzip.compress(mutate(rng, plain, plain), 1)
 
-        kind = "python" if version is cifar10_files.PYTHON else "binary"
+        kind = "python" if version is cifar10.PYTHON else "binary"
         found.append(Reader(f"CIFAR-10 {kind}", seeds, read_file, "data_batch_3"))
         archive = [gzip.compress(plain, 1)]
         found.append(Reader(f"CIFAR-10 {kind} archive", archive, read_packed, version.archive, (repacked,), share=0.5))

@@ -12,7 +12,7 @@ import pytest
 from dllp import data
 from dllp.data import StreamBatches, reader
 from dllp.data.arrays import Augment
-from dllp.data.bad import Tally, Unreadable, share
+from dllp.data.unreadable import Unreadable, UnreadableImages, parse_fraction
 from dllp.errors import ConfigError, DataError
 from tests.support import pictures
 
@@ -24,7 +24,7 @@ def test_few_bad_files_are_named_and_left_out(own_photographs: Path) -> None:
     (own_photographs / "train" / "dog" / "ink.jpg").write_bytes(pictures.jpeg(rng, (30, 30), "CMYK"))
     (own_photographs / "val" / "cat" / "empty.jpg").touch()
     told: list[str] = []
-    split = pictures.load(own_photographs, max_bad="25%", tell=lambda image: told.append(str(image)))
+    split = pictures.load(own_photographs, max_bad="25%", report=lambda image: told.append(str(image)))
     assert len(split.train) == 32 and len(split.test) == 8 and split.test.y.tolist() == [0] * 4 + [1] * 4
     alone, several = (StreamBatches(replace(split.train, workers=w), 8, seed=0) for w in (0, 2))
     assert pictures.same(list(alone.epoch(0)), list(several.epoch(0)))
@@ -49,7 +49,7 @@ def test_many_bad_files_are_an_error_with_their_list(
             augment=augment,
             workers=0,
             max_bad=max_bad,
-            tell=lambda image: told.append(str(image)),
+            report=lambda image: told.append(str(image)),
         )
     assert all(name in str(caught.value) for name in names) and "\n" not in str(caught.value) and not told
 
@@ -89,9 +89,9 @@ def test_nothing_to_read_ends_too(own_photographs: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("value", ["-1%", "100%", "1", "x", "%", 1.5, "nan"])
 def test_a_share_of_bad_files_is_below_one(value: str | float) -> None:
     with pytest.raises(ConfigError, match="max_bad"):
-        share(value)
-    assert share("0.1%") == pytest.approx(0.001) and share("0.5") == share(0.5) == 0.5
-    Tally(10, 0.5).add([("one", "why")])
+        parse_fraction(value)
+    assert parse_fraction("0.1%") == pytest.approx(0.001) and parse_fraction("0.5") == parse_fraction(0.5) == 0.5
+    UnreadableImages(10, 0.5).add([("one", "why")])
 
 
 def test_a_folder_in_which_val_has_more_classes(own_photographs: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_folder_in_which_val_has_more_classes(own_photographs: Path) -> None:
 
 def test_a_worker_that_dies_is_one_line(photographs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split = pictures.streamed(photographs)
-    monkeypatch.setattr(reader, "Part", lambda *_: os._exit(3))
+    monkeypatch.setattr(reader, "Crop", lambda *_: os._exit(3))
     with pytest.raises(DataError, match=r"has died .*lower workers") as caught:
         next(StreamBatches(replace(split, workers=1), 4, seed=0).epoch(0))
     assert "\n" not in str(caught.value)
@@ -124,6 +124,6 @@ def test_links_and_pipes(own_photographs: Path, tmp_path: Path) -> None:
 
 def test_an_image_that_cannot_be_one_is_not_read(photographs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split = pictures.streamed(photographs)
-    monkeypatch.setattr("dllp.data.sources.LARGEST", 10)
+    monkeypatch.setattr("dllp.data.sources.MAX_IMAGE_BYTES", 10)
     with pytest.raises(Unreadable, match="more than the 10"):
         split.sources.read(0)

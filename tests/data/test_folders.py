@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 
 from dllp import data, files
-from dllp.data import StreamBatches, folder, images, ood, workers
-from dllp.data.bad import Unreadable
+from dllp.data import StreamBatches, image_folder, images, ood, reader
+from dllp.data.unreadable import Unreadable
 from dllp.errors import DataError
 from tests.support import pictures
 
@@ -135,10 +135,10 @@ def test_grey_of_16_bits_is_that_of_its_high_bytes(tmp_path, kind):
 
 def test_grey_whose_white_is_unknown_cannot_be_read():
     whole = np.array([[0, 255, 256], [257, 2**15, 2**16 - 1]], np.int32)
-    assert np.asarray(images.colour(Image.fromarray(whole)))[..., 1].tolist() == [[0, 0, 1], [1, 128, 255]]
+    assert np.asarray(images.to_rgb(Image.fromarray(whole)))[..., 1].tolist() == [[0, 0, 1], [1, 128, 255]]
     for pixels in (whole + 1, whole - 1, whole.astype(np.float32)):
         with pytest.raises(Unreadable, match="save it with 8 or 16 bits"):
-            images.colour(Image.fromarray(pixels))
+            images.to_rgb(Image.fromarray(pixels))
 
 
 def test_every_image_is_opened_once_and_threads_change_nothing(tmp_path, monkeypatch):
@@ -151,10 +151,10 @@ def test_every_image_is_opened_once_and_threads_change_nothing(tmp_path, monkeyp
         (tmp_path / name).write_bytes(b"no image")
     opened, plain = [], files._opened
     monkeypatch.setattr(files, "_opened", lambda path, kind: opened.append(str(path)) or plain(path, kind))
-    monkeypatch.setattr(workers, "cores", lambda: 4)
-    monkeypatch.setattr(folder, "TOGETHER", 2)
+    monkeypatch.setattr(reader, "cores", lambda: 4)
+    monkeypatch.setattr(image_folder, "THREAD_CHUNK", 2)
     told = []
-    loaded = data.load(tmp_path, image_size=8, max_bad=0.1, tell=lambda image: told.append(str(image)))
+    loaded = data.load(tmp_path, image_size=8, max_bad=0.1, report=lambda image: told.append(str(image)))
     assert sorted(opened) == sorted(str(tmp_path / name) for name in names)
     good = names[:3] + names[6:40]
     pictures = [Image.open(tmp_path / name).resize((8, 8), Image.Resampling.BILINEAR) for name in good]
@@ -166,19 +166,19 @@ def test_every_image_is_opened_once_and_threads_change_nothing(tmp_path, monkeyp
 
 def test_large_images_are_decoded_one_at_a_time(tmp_path, monkeypatch):
     save_images(tmp_path)
-    now, most, colour = [], [], images.colour
+    now, most, to_rgb = [], [], images.to_rgb
 
     def watched(image):
         now.append(1)
         most.append(len(now))
         time.sleep(0.01)
         now.pop()
-        return colour(image)
+        return to_rgb(image)
 
-    monkeypatch.setattr(images, "colour", watched)
-    monkeypatch.setattr(workers, "cores", lambda: 4)
-    monkeypatch.setattr(folder, "TOGETHER", 1)
-    monkeypatch.setattr(folder, "LARGE", 10)
+    monkeypatch.setattr(images, "to_rgb", watched)
+    monkeypatch.setattr(reader, "cores", lambda: 4)
+    monkeypatch.setattr(image_folder, "THREAD_CHUNK", 1)
+    monkeypatch.setattr(image_folder, "LARGE", 10)
     data.load(tmp_path)
     assert most == [1] * 12
 

@@ -1,0 +1,85 @@
+"""Unreadable images: skipped and reported while they are few, an error when they are many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from dllp.errors import ConfigError, DataError
+
+MAX_BAD = "0.1%"
+LISTED = 10
+"""Names that an error lists."""
+
+
+class Unreadable(Exception):
+    """One image cannot be read; the message is the reason in a few words."""
+
+
+@dataclass(frozen=True)
+class SkippedImage:
+    """An unreadable image, the `count`-th of `total` images; as text one line."""
+
+    name: str
+    reason: str
+    count: int
+    total: int
+
+    def __str__(self) -> str:
+        return f"{self.name} is left out, {self.count} of {self.total} images so far: {self.reason}"
+
+
+Report = Callable[[SkippedImage], None]
+
+
+@dataclass
+class UnreadableImages:
+    """The unreadable images of one split.
+
+    Args:
+        total: Images of the split.
+        max_bad: Fraction of them that may be unreadable, see :func:`parse_fraction`.
+        report: Called with each unreadable image.
+    """
+
+    total: int
+    max_bad: str | float = MAX_BAD
+    report: Report | None = None
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def add(self, images: Iterable[tuple[str, str]]) -> None:
+        """Count images by name and reason, each once; raise where there are too many.
+
+        All of them are counted first, so that the error lists every file to repair and not only the first.
+        """
+        new = {name: reason for name, reason in images if name not in self.reasons}
+        known = len(self.reasons)
+        self.reasons |= new
+        if new and len(self.reasons) > parse_fraction(self.max_bad) * self.total:
+            listed = shortened([f"{name} ({reason})" for name, reason in self.reasons.items()])
+            plural = "s" * (len(self.reasons) > 1)
+            raise DataError(
+                f"cannot read {len(self.reasons)} of {self.total} images, more than max_bad = {self.max_bad} allows: "
+                f"replace or remove the image{plural} {listed}"
+            )
+        if self.report is not None:
+            for count, (name, reason) in enumerate(new.items(), known + 1):
+                self.report(SkippedImage(name, reason, count, self.total))
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first few names of a list, and how many more there are."""
+    more = len(names) - LISTED
+    return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def parse_fraction(max_bad: str | float) -> float:
+    """`0.1%` or 0.001 -> 0.001."""
+    try:
+        text = str(max_bad)
+        number = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < 1:
+        raise ConfigError(f"max_bad = {max_bad}: give a share of the images from 0 up and below 1, such as 0.1%")
+    return number
