@@ -1,4 +1,4 @@
-"""Networks by name. Any other `nn.Module` works as well; these are the ones the tables use."""
+"""Networks by name, as the tables use them. Any other `nn.Module` works as well."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["build", "initialise", "names", "reinitialise"]
 class _Entry(NamedTuple):
     make: Callable[..., nn.Module]
     smallest: int
-    """Smallest image side the network's poolings can take."""
+    """Smallest image side that the network's poolings can take."""
     any_shape: bool = True
-    """Whether images need not be square."""
+    """Images need not be square."""
 
 
 _REGISTRY = {
@@ -39,12 +39,12 @@ _REGISTRY = {
 
 
 def names() -> tuple[str, ...]:
-    """Every name that :func:`build` knows."""
+    """Names that :func:`build` knows."""
     return tuple(_REGISTRY)
 
 
 def check_name(name: object) -> None:
-    """Raise where no network has the name."""
+    """Raise for a name that no network has."""
     if name not in _REGISTRY:
         near = difflib.get_close_matches(str(name), _REGISTRY, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(_REGISTRY)}"
@@ -62,7 +62,7 @@ def build(
         in_channels: Channels of the images, or columns of a table.
         image_size: Side of the images (1 for a table): checked against what the network can take, and given to
             networks that depend on it.
-        options: What the network's own function takes, such as `shortcut="projection"`.
+        options: Arguments of the network's own function, such as `shortcut="projection"`.
     """
     check_name(name)
     entry = _REGISTRY[name]
@@ -81,7 +81,7 @@ def build(
 
 
 def check_images(name: str, sides: tuple[int, ...]) -> None:
-    """Raise where a network cannot take images of these sides, (height, width); () is a table's row."""
+    """Raise unless the network takes images of these sides, (height, width); () is a row of a table."""
     side, square = min(sides, default=1), len(set(sides)) < 2
     fitting = [other for other, entry in _REGISTRY.items() if entry.smallest <= side and (square or entry.any_shape)]
     if name not in _REGISTRY or name in fitting:

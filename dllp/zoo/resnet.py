@@ -137,7 +137,7 @@ class ImageNetResNet(nn.Module):
         return self.classifier(self.flatten(self.pool(x)))
 
     def usual_name(self, name: str) -> str:
-        """A tensor's name as most files of weights have it (conv1, layer2.0.downsample.0, fc) -> its name here."""
+        """Name of a tensor in torchvision's ResNet (conv1, layer2.0.downsample.0, fc) -> its name here."""
         match = re.fullmatch(r"layer([1-4])\.(\d{1,3})\.(.*)", name)
         if match:
             block = sum(self.depths[: int(match[1]) - 1]) + int(match[2])

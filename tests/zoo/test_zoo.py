@@ -1,8 +1,9 @@
-"""The zoo against the literature's parameter counts and multiply-accumulates, and its way to refuse."""
+"""Networks against published parameter counts and MACs, and against forward passes written out by hand."""
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from dllp import zoo
@@ -49,6 +50,87 @@ def test_every_network_trains_and_exports(name):
     exported = torch.export.export(model, (x,)).module()
     torch.testing.assert_close(exported(x), model(x))
     assert not any(getattr(m, "inplace", False) for m in model.modules())
+
+
+# ---- forward passes written with torch.nn.functional alone
+
+State = dict[str, Tensor]
+BLOCKS = {"small_resnet": 1, "resnet20": 3, "resnet56": 9}
+POOLED = {"vgg11_bn": (1, 2, 4, 6, 8), "vgg16_bn": (2, 4, 7, 10, 13)}
+"""Convolutions after which VGG pools."""
+
+
+def conv_bn(s: State, x: Tensor, conv: str, bn: str, stride: int = 1) -> Tensor:
+    weight = s[f"{conv}.weight"]
+    x = F.conv2d(x, weight, stride=stride, padding=weight.shape[-1] // 2)
+    return F.batch_norm(x, *(s[f"{bn}.{name}"] for name in ("running_mean", "running_var", "weight", "bias")))
+
+
+def head(s: State, x: Tensor) -> Tensor:
+    return F.linear(x.mean((2, 3)), s["classifier.weight"], s["classifier.bias"])
+
+
+def shortcut(s: State, x: Tensor, block: str, stride: int) -> Tensor:
+    if f"{block}.shortcut.0.weight" in s:
+        return conv_bn(s, x, f"{block}.shortcut.0", f"{block}.shortcut.1", stride)
+    return F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, x.shape[1] // 2, x.shape[1] // 2)) if stride == 2 else x
+
+
+def cifar_resnet(s: State, x: Tensor, blocks: int) -> Tensor:
+    x = F.relu(conv_bn(s, x, "conv", "bn"))
+    for k in range(3 * blocks):
+        block, stride = f"blocks.{k}", 2 if k in (blocks, 2 * blocks) else 1
+        y = F.relu(conv_bn(s, x, f"{block}.conv1", f"{block}.bn1", stride))
+        x = F.relu(conv_bn(s, y, f"{block}.conv2", f"{block}.bn2") + shortcut(s, x, block, stride))
+    return head(s, x)
+
+
+def imagenet_resnet50(s: State, x: Tensor) -> Tensor:
+    x = F.max_pool2d(F.relu(conv_bn(s, x, "conv", "bn", 2)), 3, stride=2, padding=1)
+    for k in range(3 + 4 + 6 + 3):
+        block, stride = f"blocks.{k}", 2 if k in (3, 7, 13) else 1
+        y = F.relu(conv_bn(s, x, f"{block}.conv1", f"{block}.bn1"))
+        y = F.relu(conv_bn(s, y, f"{block}.conv2", f"{block}.bn2", stride))
+        x = F.relu(conv_bn(s, y, f"{block}.conv3", f"{block}.bn3") + shortcut(s, x, block, stride))
+    return head(s, x)
+
+
+def plain_cnn(s: State, x: Tensor, pooled: tuple[int, ...]) -> Tensor:
+    convs = [name.removesuffix(".weight") for name, value in s.items() if value.ndim == 4]
+    bns = [name.removesuffix(".running_mean") for name in s if name.endswith(".running_mean")]
+    for k, (conv, bn) in enumerate(zip(convs, bns, strict=True), start=1):
+        x = F.relu(conv_bn(s, x, conv, bn))
+        x = F.max_pool2d(x, 2) if k in pooled else x
+    return head(s, x)
+
+
+def perceptron(s: State, x: Tensor) -> Tensor:
+    x = x.flatten(1)
+    for layer in ("linear1", "linear2"):
+        x = F.relu(F.linear(x, s[f"{layer}.weight"], s[f"{layer}.bias"]))
+    return F.linear(x, s["classifier.weight"], s["classifier.bias"])
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_forward_passes_are_those_written_by_hand(name):
+    """In float64 and with random statistics: a missing ReLU, stride or shortcut changes the outputs."""
+    channels, size = (1, 8) if name in ("mlp", "small_cnn") else (3, 64 if name == "resnet50" else 32)
+    torch.manual_seed(0)
+    model = zoo.build(name, 5, channels, image_size=size).double().eval()
+    state = model.state_dict()
+    for key, value in state.items():
+        if key.endswith("running_var"):
+            value.uniform_(0.5, 1.5)
+        elif value.ndim == 1:
+            value.normal_(0.3)
+    x = torch.randn(2, channels, size, size, dtype=torch.float64)
+    if name in BLOCKS:
+        expected = cifar_resnet(state, x, BLOCKS[name])
+    elif name == "resnet50":
+        expected = imagenet_resnet50(state, x)
+    else:
+        expected = perceptron(state, x) if name == "mlp" else plain_cnn(state, x, POOLED.get(name, (2,)))
+    torch.testing.assert_close(model(x), expected, rtol=1e-9, atol=1e-9 * float(expected.detach().abs().max()))
 
 
 def test_zero_pad_shortcut_places_channel_c_at_c_plus_8():
