@@ -22,13 +22,14 @@ Split = TypeVar("Split", bound="ArrayData | StreamedData")
 CHUNK_ELEMENTS = 2**25
 """Augmentation works on as many batches at once as stay below this, to save kernel launches."""
 PART = 4096
+"""Most examples of a chunk of :meth:`ArrayData.parts`."""
 MAX_CLASSES = 2**16
 """Most classes that a file may ask for: they are counted up to the largest label."""
 
 
 @dataclass(frozen=True)
 class ArrayData:
-    """One split.
+    """One split in memory.
 
     Args:
         x: (N, C, H, W) images or (N, F) tables; uint8 or float32.
@@ -162,8 +163,8 @@ class Batches:
     def _draw(self, rng: torch.Generator) -> Tensor:
         """(N, ...): the random crop of each image of an epoch."""
         if self.data.augment == "resized-crop":
-            return augment.boxes(self.num_examples, rng, *self.data.shape[1:])
-        return augment.draw(self.num_examples, rng)
+            return augment.random_boxes(self.num_examples, rng, *self.data.shape[1:])
+        return augment.crop_offsets(self.num_examples, rng)
 
     def _gather(self, index: Tensor, place: Tensor, flip: Tensor) -> Tensor:
         if self.data.augment == "crop-flip":

@@ -1,4 +1,4 @@
-"""Batched crops and alternating flips of images in memory: the same few operations are fast on every device."""
+"""Augmentation of images in memory: batched crops and alternating flips, on any device."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ AREA = (0.25, 1.0)
 """Fraction of an image that a resized crop shows. Images in memory are small: less of one is no picture any more."""
 
 
-def draw(count: int, generator: torch.Generator) -> Tensor:
+def crop_offsets(count: int, generator: torch.Generator) -> Tensor:
     """(count, 2) vertical and horizontal crop offsets in [-PADDING, PADDING]."""
     return torch.randint(-PADDING, PADDING + 1, (count, 2), generator=generator)
 
 
-def boxes(count: int, generator: torch.Generator, height: int, width: int) -> Tensor:
+def random_boxes(count: int, generator: torch.Generator, height: int, width: int) -> Tensor:
     """(count, 4) top, left, height and width of random crops of an image, in pixels."""
     draws = torch.rand(count, 4, generator=generator, dtype=torch.float64).numpy()
     wide, high, across, down = torch.from_numpy(crop_boxes(draws, AREA)).unbind(1)

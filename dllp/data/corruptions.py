@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +19,6 @@ from dllp.errors import ConfigError, DataError
 
 LAPLACE = (0, -1, 0, -1, 5, -1, 0, -1, 0)
 KINDS = ("gaussian-blur", "sharpen", "noise")
-Images = TypeVar("Images", Tensor, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -33,39 +31,32 @@ class Corruption:
 
     @property
     def name(self) -> str:
-        """As :func:`parse` reads it, for example `gaussian-blur:2`."""
+        """Text for :func:`parse`, for example `gaussian-blur:2`."""
         return self.kind if self.kind == "sharpen" else f"{self.kind}:{self.level:g}"
 
-    def __call__(self, images: Images) -> Images:
-        """Corrupted copies of uint8 images: a tensor (N, C, H, W) or an array (N, H, W, C), C 1 or 3."""
-        if not isinstance(images, Tensor):
-            return self._apply(images)
-        if images.ndim != 4 or images.dtype != torch.uint8:
-            raise DataError(self._needs(str(images.dtype), tuple(images.shape)))
-        out = self._apply(images.permute(0, 2, 3, 1).cpu().numpy())
-        return torch.from_numpy(out).permute(0, 3, 1, 2).contiguous().to(images.device)
+    def __call__(self, images: Tensor) -> Tensor:
+        """Corrupted copies of uint8 images (N, C, H, W), C 1 or 3."""
+        if images.ndim != 4 or images.dtype != torch.uint8 or images.shape[1] not in (1, 3):
+            raise DataError(
+                f"{self.name} needs uint8 images with 1 or 3 channels, not {images.dtype} of shape "
+                f"{tuple(images.shape)}"
+            )
+        old = np.ascontiguousarray(images.permute(0, 2, 3, 1).cpu().numpy())
+        if self.kind == "noise":
+            noise = np.random.default_rng(self.seed).standard_normal(old.shape, np.float32)
+            new = np.clip(np.rint(old + (255 * self.level) * noise), 0, 255).astype(np.uint8)
+        else:
+            blur = self.kind == "gaussian-blur"
+            kernel = ImageFilter.GaussianBlur(self.level) if blur else ImageFilter.Kernel((3, 3), LAPLACE, scale=1)
+            new = np.empty_like(old)
+            for i, pixels in enumerate(old):
+                image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)  # grey has no third axis
+                new[i] = np.asarray(image.filter(kernel)).reshape(pixels.shape)
+        return torch.from_numpy(new).permute(0, 3, 1, 2).contiguous().to(images.device)
 
     def apply_to(self, data: ArrayData) -> ArrayData:
         """The same data set with corrupted images."""
         return replace(data, x=self(data.x))
-
-    def _apply(self, images: np.ndarray) -> np.ndarray:
-        if images.ndim != 4 or images.dtype != np.uint8 or images.shape[3] not in (1, 3):
-            raise DataError(self._needs(str(images.dtype), images.shape))
-        if self.kind == "noise":
-            noise = np.random.default_rng(self.seed).standard_normal(images.shape, np.float32)
-            return np.clip(np.rint(images + (255 * self.level) * noise), 0, 255).astype(np.uint8)
-        blur = self.kind == "gaussian-blur"
-        filtering = ImageFilter.GaussianBlur(self.level) if blur else ImageFilter.Kernel((3, 3), LAPLACE, scale=1)
-        out = np.empty(images.shape, np.uint8)
-        grey = images.shape[3] == 1
-        for i, pixels in enumerate(np.ascontiguousarray(images)):
-            filtered = np.asarray(Image.fromarray(pixels[:, :, 0] if grey else pixels).filter(filtering))
-            out[i] = filtered[:, :, None] if grey else filtered
-        return out
-
-    def _needs(self, dtype: str, shape: tuple[int, ...]) -> str:
-        return f"{self.name} needs uint8 images with 1 or 3 channels, not {dtype} of shape {shape}"
 
 
 def parse(text: str, seed: int = 0) -> list[Corruption]:

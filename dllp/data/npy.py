@@ -93,8 +93,6 @@ def _read(path: Path) -> np.ndarray:
             flat = np.fromfile(file, dtype, count=math.prod(shape))
         except (OSError, MemoryError) as error:
             raise DataError(f"cannot read {path}: {error}") from None
-    if flat.size != math.prod(shape):
-        raise DataError(f"{path} was cut off while it was read: write it again")
     return flat.reshape(shape, order="F" if fortran else "C")
 
 

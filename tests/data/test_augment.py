@@ -9,7 +9,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 from dllp.data.arrays import ArrayData, Batches, generator
-from dllp.data.augment import AREA, PADDING, boxes, crop_flip, draw, flips, resized_crop
+from dllp.data.augment import AREA, PADDING, crop_flip, crop_offsets, flips, random_boxes, resized_crop
 
 
 @given(st.integers(5, 9), st.integers(5, 12), st.integers(0, 2**31))
@@ -17,7 +17,7 @@ def test_crop_flip_equals_padding_and_slicing(height, width, seed):
     rng = torch.Generator().manual_seed(seed)
     images = torch.randint(256, (6, 3, height, width), generator=rng).to(torch.uint8)
     index = torch.tensor([4, 0, 0, 5])
-    offset = draw(4, rng)
+    offset = crop_offsets(4, rng)
     flip = torch.tensor([True, False, True, False])
     padded = F.pad(images.float(), (PADDING,) * 4, mode="reflect").to(torch.uint8)
     for row, out in enumerate(crop_flip(images, index, offset, flip)):
@@ -31,7 +31,7 @@ def test_resized_crops_are_those_of_pillow(height, width, seed):
     rng = torch.Generator().manual_seed(seed)
     images = torch.randint(256, (6, 3, height, width), generator=rng).to(torch.uint8)
     index, flip = torch.tensor([4, 0, 0, 5]), torch.tensor([True, False, True, False])
-    box = boxes(4, rng, height, width)
+    box = random_boxes(4, rng, height, width)
     for row, out in enumerate(resized_crop(images, index, box, flip)):
         top, left, high, wide = box[row].tolist()
         picture = Image.fromarray(images[index[row]].permute(1, 2, 0).numpy())
@@ -46,7 +46,7 @@ def test_resized_crops_are_those_of_pillow(height, width, seed):
 
 
 def test_boxes_have_every_size_shape_and_place():
-    top, left, high, wide = boxes(5000, generator(0), 32, 40).double().unbind(1)
+    top, left, high, wide = random_boxes(5000, generator(0), 32, 40).double().unbind(1)
     assert min(top.min(), left.min()) >= 0 and (top + high).max() < 32 + 1e-4 and (left + wide).max() < 40 + 1e-4
     area, shape = high * wide / (32 * 40), wide / high
     assert area.max() > 0.95 and AREA[0] <= area.min() < AREA[0] + 0.01 and shape.min() > 0.74 and shape.max() < 1.34
@@ -55,7 +55,7 @@ def test_boxes_have_every_size_shape_and_place():
 
 
 def test_offsets_cover_the_range_and_flips_alternate():
-    offset = draw(5000, generator(0))
+    offset = crop_offsets(5000, generator(0))
     assert set(offset.flatten().tolist()) == set(range(-PADDING, PADDING + 1))
     phase = torch.randint(2, (1000,), generator=generator(1))
     assert torch.equal(flips(phase, 0), ~flips(phase, 1))

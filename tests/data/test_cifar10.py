@@ -195,6 +195,15 @@ def test_a_link_in_the_archive_is_not_followed(tmp_path, monkeypatch):
         data.load("cifar10", root=tmp_path)
 
 
+def test_pickles_with_memo_entries_and_in_fortran_order():
+    content = python2_pickle(PIXELS[0], LABELS[0].tolist())
+    memo = content.replace(b"}(", b"}q\x01(", 1).replace(b"](", b"]q\x02(", 1).replace(b"u.", b"h\x02h\x02su.")
+    assert np.array_equal(decode_python(memo, "here")[0], decode_python(content, "here")[0])
+    fortran = decode_python(content.replace(b"\x89T", b"\x88T"), "here")[0]
+    expected = np.frombuffer(PIXELS[0].tobytes(), np.uint8).reshape((PER_FILE, 3072), order="F")
+    assert np.array_equal(fortran.reshape(PER_FILE, 3072), expected)
+
+
 class Hostile:
     def __init__(self, path: Path) -> None:
         self.path = path

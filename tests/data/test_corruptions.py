@@ -1,6 +1,5 @@
 """Corruptions on images whose result can be written down."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -55,14 +54,12 @@ def test_noise_has_its_sigma_and_seed():
 
 
 @pytest.mark.parametrize("kind", ["gaussian-blur", "sharpen", "noise"])
-def test_tensors_and_arrays_agree(kind):
+def test_corrupted_images_are_copies(kind):
     images = torch.randint(256, (3, 3, 9, 7)).to(torch.uint8)
     before = images.clone()
-    corruption = Corruption(kind, 1.0)
-    out = corruption(images)
+    out = Corruption(kind, 1.0)(images)
     assert torch.equal(images, before) and out.shape == images.shape and out.is_contiguous()
-    array = corruption(images.permute(0, 2, 3, 1).numpy())
-    assert np.array_equal(array, out.permute(0, 2, 3, 1).numpy())
+    assert not torch.equal(out, images)
 
 
 def test_a_whole_split_is_corrupted():
@@ -73,7 +70,8 @@ def test_a_whole_split_is_corrupted():
 
 
 @pytest.mark.parametrize(
-    "images", [torch.zeros(2, 3, 4, 4), torch.zeros(2, 3, dtype=torch.uint8), np.zeros((2, 4, 4, 2), np.uint8)]
+    "images",
+    [torch.zeros(2, 3, 4, 4), torch.zeros(2, 3, dtype=torch.uint8), torch.zeros(2, 2, 4, 4, dtype=torch.uint8)],
 )
 def test_only_images_are_taken(images):
     with pytest.raises(DataError, match="needs uint8 images"):

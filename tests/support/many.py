@@ -84,7 +84,7 @@ class Streamed:
         split = pictures.training(root, 5, "5%", workers=1)
         self.source = StreamBatches(split, size, seed=0)
         share_reading(self.source, place)
-        self.steps, self.bad = self.source.steps, split.tally.found
+        self.steps, self.bad = self.source.steps, split.unreadable.reasons
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         for x, y in self.source.epoch(epoch, start_step):

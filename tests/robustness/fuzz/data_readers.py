@@ -51,8 +51,8 @@ def arrays(root: Path) -> list[Reader]:
 
 def cifar(root: Path) -> list[Reader]:
     root.mkdir(parents=True)
-    from test_cifar10 import LABELS as DIGITS
-    from test_cifar10 import PIXELS, python2_pickle
+    from tests.data.test_cifar10 import LABELS as DIGITS
+    from tests.data.test_cifar10 import PIXELS, python2_pickle
 
     pickled = [python2_pickle(p[:2], y[:2].tolist()) for p, y in zip(PIXELS[:2], DIGITS, strict=False)]
     memo = pickled[0].replace(b"}(", b"}q\x01(", 1).replace(b"](", b"]q\x02(", 1).replace(b"u.", b"h\x02h\x02su.")
