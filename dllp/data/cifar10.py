@@ -93,14 +93,12 @@ def _read(place: Path) -> list[Arrays] | None:
 
 
 def _read_npy(folder: Path) -> list[Arrays]:
-    for part in ("train", "test"):
-        shape, dtype = npy.header(folder / f"{part}_x.npy")
-        if shape[1:] != (SIDE, SIDE, 3) or dtype != np.uint8:
-            raise DataError(f"{folder / part}_x.npy holds {dtype} of shape {shape}: CIFAR-10 is uint8 (N, 32, 32, 3)")
-        shape, dtype = npy.header(folder / f"{part}_y.npy")
-        if dtype.kind not in "iu":
-            raise DataError(f"{folder / part}_y.npy holds {dtype} of shape {shape}: give integers from 0 to 9")
     train_x, train_y, test_x, test_y = npy.read_arrays(folder)
+    if train_x.shape[1:] != (SIDE, SIDE, 3) or train_x.dtype != np.uint8 or test_x.dtype != np.uint8:
+        raise DataError(f"{folder} holds {train_x.dtype} of shape {train_x.shape}: CIFAR-10 is uint8 (N, 32, 32, 3)")
+    for part, y in (("train", train_y), ("test", test_y)):
+        if y.dtype.kind not in "iu":
+            raise DataError(f"{folder / part}_y.npy holds {y.dtype} of shape {y.shape}: give integers from 0 to 9")
     return [(x.transpose(0, 3, 1, 2), y) for x, y in ((train_x, train_y), (test_x, test_y))]
 
 

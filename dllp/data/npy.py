@@ -59,7 +59,7 @@ def _channels_first(x: np.ndarray) -> torch.Tensor:
 
 def read_arrays(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """train_x, train_y, test_x, test_y; inputs uint8 (N, H, W, C) or (N, H, W), or floats (N, F) or (N, C, H, W)."""
-    headers = {name: header(folder / name) for name in FILES}
+    headers = {name: _header(folder / name) for name in FILES}
     for part in ("train", "test"):
         shape, dtype = headers[f"{part}_x.npy"]
         image = dtype == np.uint8 and (len(shape) == 3 or (len(shape) == 4 and shape[3] in (1, 3)))
@@ -79,7 +79,7 @@ def read_arrays(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.nd
     return a, b, c, d
 
 
-def header(path: Path) -> tuple[tuple[int, ...], np.dtype]:
+def _header(path: Path) -> tuple[tuple[int, ...], np.dtype]:
     """Shape and dtype of the array in `path`; the file's size must be what they say."""
     with files.open_plain(path, DataError) as file:
         shape, dtype, _ = read_header(file, os.fstat(file.fileno()).st_size, str(path))

@@ -108,8 +108,9 @@ def test_arrays(tmp_path):
     np.save(tmp_path / "test_x.npy", images[5 * PER_FILE :])
     np.save(tmp_path / "test_y.npy", LABELS[5])
     check(data.load("cifar10", root=tmp_path))
+    np.save(tmp_path / "train_x.npy", images[: 5 * PER_FILE, :16])
     np.save(tmp_path / "test_x.npy", images[5 * PER_FILE :, :16])
-    with pytest.raises(DataError, match=r"test_x.npy holds uint8 of shape \(4, 16, 32, 3\)"):
+    with pytest.raises(DataError, match=r"holds uint8 of shape \(20, 16, 32, 3\): CIFAR-10 is uint8"):
         data.load("cifar10", root=tmp_path)
 
 
