@@ -1,23 +1,27 @@
-"""Predictions of the extracted particles: their mean, and how much of the doubt is noise or ignorance (Section 8)."""
+"""Predictions of the extracted particles: mean, aleatoric and epistemic uncertainty (Section 8)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from dllp.config import Config
-from dllp.errors import ConfigError, DataError, check_count, first_line
+from dllp.errors import ConfigError, DataError, first_line
 from dllp.method import likelihood
 from dllp.structure.trace import UNFIT
+
+if TYPE_CHECKING:  # the room above
+    from dllp.data import ArrayData
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Everything about B inputs that n forward passes tell; fields are (B, ...) tensors.
+    """Mean and uncertainty of B inputs from n forward passes; fields are (B, ...) tensors.
 
     Classification: `members` (n, B, C) probabilities, `mean` (B, C), `aleatoric` E_i[sum_c p(1-p)], `epistemic`
     sum_c Var_i[p] (population variance), `total` their sum, `expected_entropy` + `mutual_information` = `entropy`.
@@ -36,18 +40,18 @@ class Prediction:
 
     @property
     def total(self) -> Tensor:
-        """Law of total variance: what is noise plus what is ignorance."""
+        """Total variance: aleatoric plus epistemic."""
         return self.aleatoric + self.epistemic
 
 
 class Posterior:
-    """n extracted networks that predict together.
+    """An ensemble of n extracted networks.
 
     Args:
         networks: The members.
         noise: (n,) the likelihood's variance 1/d^2 of each.
-        task: What their outputs are.
-        head: Whether the last output of each is log d(x), a noise for each input.
+        task: Classification or regression.
+        head: The last output of each network is log d(x), a noise for each input.
     """
 
     def __init__(
@@ -72,8 +76,8 @@ class Posterior:
     def answers(self, x: Tensor, batch_size: int = 512) -> tuple[Tensor, Tensor]:
         """(B, ...) inputs -> (n, B, C) probabilities (regression: outputs) and (n, B) noise 1/d^2, on the CPU.
 
-        One forward pass of each member over the inputs, wherever it lives. Inputs that are not finite or that the
-        networks cannot take are a DataError.
+        One forward pass of each member over the inputs, on its own device. Inputs that are not finite or that the
+        networks cannot take raise a DataError.
         """
         _check_inputs(x, batch_size)
         predictions, noises = [], []
@@ -105,7 +109,7 @@ class Posterior:
         return self.judge(*self.answers(x, batch_size))
 
     def judge(self, members: Tensor, noise: Tensor) -> Prediction:
-        """(n, B, C) and (n, B) of :meth:`answers` -> the prediction that they make together."""
+        """(n, B, C) and (n, B) of :meth:`answers` -> the prediction of the ensemble."""
         if self.task == "classification":
             return replace(decompose(members), noise=noise.mean(0))
         mean, spread = members.mean(0), members.var(0, correction=0)
@@ -117,8 +121,43 @@ def posterior_of(networks: Sequence[nn.Module], noise: Tensor, config: Config) -
     return Posterior(networks, noise, config.task, head=config.noise == "input")
 
 
+@dataclass(frozen=True)
+class PredictedData:
+    """A data set predicted once, on the CPU: the source of its metrics and of its stored examples.
+
+    Attributes:
+        members: (n, B, C) probabilities, or outputs of a regression.
+        noise: (n, B) variance 1/d^2.
+        labels: (B,) classes, or (B, C) targets.
+    """
+
+    members: Tensor
+    noise: Tensor
+    labels: Tensor
+
+    def of(self, part: slice) -> PredictedData:
+        """The same data as predicted by some of the members."""
+        return replace(self, members=self.members[part], noise=self.noise[part])
+
+
+def predict_data(posterior: Posterior, data: ArrayData, device: torch.device | str = "cpu") -> PredictedData:
+    """One forward pass of each member over a data set; the networks are back on the CPU when this returns."""
+    posterior.to(device)
+    try:
+        parts = [posterior.answers(x) for x in data.parts()]
+    finally:
+        posterior.to("cpu")
+    if not parts:
+        raise DataError("there is nothing to evaluate on: the data is empty")
+    members, noise = (torch.cat(pieces, 1) for pieces in zip(*parts, strict=True))
+    broken = (~members.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
+    if broken:
+        raise DataError(f"network {broken[0] + 1} answers with numbers that are not finite: its weights are damaged")
+    return PredictedData(members, noise, data.y.cpu())
+
+
 def decompose(members: Tensor) -> Prediction:
-    """(n, B, C) probabilities -> mean, and doubt split into aleatoric and epistemic, in variance and entropy form."""
+    """(n, B, C) probabilities -> mean, and uncertainty split into aleatoric and epistemic, as variance and entropy."""
     mean = members.mean(0)
     entropy = _entropy(mean)
     expected = _entropy(members).mean(0).minimum(entropy)  # by Jensen; rounding must not make information negative
@@ -140,7 +179,7 @@ def _entropy(p: Tensor) -> Tensor:
 
 @contextmanager
 def evaluating(*networks: nn.Module) -> Iterator[None]:
-    """Answers are those of evaluation, and change no statistics, whatever mode the user left the networks in."""
+    """Put networks in evaluation mode, and every module back into its own mode at the end."""
     modes = {module: module.training for network in networks for module in network.modules()}
     try:
         for network in networks:
@@ -155,22 +194,17 @@ def evaluating(*networks: nn.Module) -> Iterator[None]:
 
 
 def _check_inputs(x: object, batch_size: int) -> None:
-    check_count(batch_size=batch_size)
     if not isinstance(x, Tensor):
         raise DataError(f"inputs of type {type(x).__name__}: give a tensor of (examples, ...), see torch.as_tensor")
-    if not x.ndim:
-        raise DataError("inputs without dimensions: give a tensor of (examples, ...)")
-    if not x.is_floating_point():
-        return
-    for start, part in zip(range(0, len(x), batch_size), x.split(batch_size), strict=False):
+    for i, part in enumerate(x.split(batch_size)):  # in parts: isfinite copies what it reads
         finite = part.isfinite()
         if not bool(finite.all()):
-            bad = start + int((~finite.reshape(len(part), -1).all(1)).nonzero()[0])
+            bad = i * batch_size + int((~finite.reshape(len(part), -1).all(1)).nonzero()[0])
             raise DataError(f"NaN or infinity in the inputs, first in example {bad}: clean them before predicting")
 
 
 def _forward(network: nn.Module, x: Tensor) -> Tensor:
-    """(B, ...) -> (B, ...); a mistake that shows in the network only is told with what its first layer takes."""
+    """(B, ...) -> (B, ...); an error about the inputs is reported with what the first layer takes."""
     try:
         outputs = network(x)
     except UNFIT as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
@@ -21,10 +20,10 @@ from dllp.baselines import run as baseline
 from dllp.baselines.run import FINETUNE_LR
 from dllp.config import Config, Machine
 from dllp.data import ArrayData, Dataset
-from dllp.data.arrays import CHUNK_ELEMENTS, Augment
+from dllp.data.arrays import Augment
 from dllp.devices.device import environment, find_device
 from dllp.evaluation import metrics, weight_analysis
-from dllp.posterior import Posterior
+from dllp.posterior import Posterior, predict_data
 from dllp.records import EpochRecord, Size
 from dllp.structure.groups import Structure, discover
 from dllp.structure.select import select
@@ -160,9 +159,9 @@ class Runner:
         train, versions = self.splits.of(job)
         test = versions[CLEAN]
         trained = getattr(self, f"_{job.method}")(job, train, config)
-        trained.posterior.to(device)
-        probabilities = {name: members(trained.posterior, version, device) for name, version in versions.items()}
-        trained.posterior.to("cpu")
+        probabilities = {
+            name: predict_data(trained.posterior, version, device).members for name, version in versions.items()
+        }
         clean, labels = probabilities[CLEAN], test.y.cpu()
         line = {
             **asdict(job),
@@ -189,10 +188,8 @@ class Runner:
         """Figures of the network before it was fine-tuned, where it was."""
         if trained.before is None:
             return {}
-        trained.before.to(device)
-        found = metrics.summary(members(trained.before, test, device)[0], test.y.cpu())
-        trained.before.to("cpu")
-        return {"before": found}
+        found = predict_data(trained.before, test, device)
+        return {"before": metrics.summary(found.members[0], found.labels)}
 
     def config(self, job: Job) -> Config:
         """The job's configuration on this machine; a fraction of the data gets as many steps as all of it."""
@@ -317,11 +314,3 @@ def dense_size(structure: Structure) -> Size:
 def brief(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Records without the counts of gates by module, which would be most of a line."""
     return [{name: value for name, value in record.items() if name != "gates"} for record in history]
-
-
-def members(posterior: Posterior, data: ArrayData, device: torch.device, most: int = 2000) -> Tensor:
-    """(n, B, C) probabilities on the CPU, of at most so many inputs at once, of large ones of fewer."""
-    chunk = max(1, min(most, CHUNK_ELEMENTS // math.prod(data.shape)))
-    starts = range(0, len(data), chunk)
-    parts = [posterior.members(data.inputs(slice(s, s + chunk)).to(device), chunk) for s in starts]
-    return torch.cat(parts, dim=1)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dllp.errors import ConfigError, DataError, DllpError
+from dllp.errors import ConfigError, DataError
 from dllp.posterior import Posterior, decompose
 
 
@@ -128,25 +128,20 @@ IMAGES = "torch.float32 of (batch, 3, ..., ...)"
 
 
 @pytest.mark.parametrize(
-    ("x", "options", "kind", "told"),
+    ("x", "told"),
     [
-        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), {}, DataError, ["torch.uint8", IMAGES, "normalised"]),
-        (torch.zeros(2, 3, 8, 8, dtype=torch.float64), {}, DataError, ["torch.float64", IMAGES]),
-        (torch.zeros(2, 1, 8, 8), {}, DataError, ["(2, 1, 8, 8)", IMAGES]),
-        (torch.zeros(2, 192), {}, DataError, ["(2, 192)", IMAGES]),
-        (torch.zeros(3, 8, 8), {}, DataError, ["(3, 8, 8)", IMAGES]),
-        (torch.zeros(()), {}, DataError, ["without dimensions"]),
-        ([[0.0]], {}, DataError, ["type list", "torch.as_tensor"]),
-        (torch.zeros(2, 3, 8, 8), {"batch_size": 0}, ConfigError, ["batch_size = 0"]),
-        (torch.zeros(2, 3, 8, 8), {"batch_size": 2.5}, ConfigError, ["batch_size = 2.5"]),
-        (torch.zeros(2, 3, 8, 8), {"batch_size": True}, ConfigError, ["batch_size = True", "at least 1"]),
-        (torch.zeros(2, 3, 8, 8), {"batch_size": "2"}, ConfigError, ["batch_size = '2'"]),
+        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), ["torch.uint8", IMAGES, "normalised"]),
+        (torch.zeros(2, 3, 8, 8, dtype=torch.float64), ["torch.float64", IMAGES]),
+        (torch.zeros(2, 1, 8, 8), ["(2, 1, 8, 8)", IMAGES]),
+        (torch.zeros(2, 192), ["(2, 192)", IMAGES]),
+        (torch.zeros(3, 8, 8), ["(3, 8, 8)", IMAGES]),
+        ([[0.0]], ["type list", "torch.as_tensor"]),
     ],
 )
-def test_mistakes_are_one_line(x: Any, options: dict[str, Any], kind: type[DllpError], told: list[str]) -> None:
+def test_mistakes_are_one_line(x: Any, told: list[str]) -> None:
     posterior = Posterior([convolution(), convolution()], torch.ones(2))
-    with pytest.raises(kind) as caught:
-        posterior.predict(x, **options)
+    with pytest.raises(DataError) as caught:
+        posterior.predict(x)
     for word in told:
         assert word in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -112,10 +112,10 @@ def _evaluate(given: dict[str, Any]) -> None:
     drawn = None if draws is None else sample_gates(result, test.inputs(slice(0, 2)), draws, seed=result.config.seed)
     device = find_device(given.get("device", "auto"))
     found = evaluate.measure(
-        result, test, dense, disk=disk(folder, result), corruptions=corruptions, outside=outside,
+        result, test, dense, disk=disk(folder, result), corruptions=corruptions, ood=outside,
         references=given.get("references", False), drawn=drawn, device=device,
     )  # fmt: skip
-    rows = [row for row in found.rows if not row.data.startswith(evaluate.OUTSIDE)]
+    rows = [row for row in found.rows if not row.data.startswith(evaluate.OOD)]
     if "json" in given:
         prune.write_rows(Path(given["json"]), task, found.rows, named=True, **found.besides())
     if corruptions and not other and "subset" not in given:

@@ -19,7 +19,7 @@ from rich.text import Text
 from dllp.deploy.speed import LayerTime, headline, holding_back
 from dllp.deploy.speed import Row as SpeedRow
 from dllp.deploy.speed import describe as describe_speed
-from dllp.evaluation.evaluate import CLEAN, OUTSIDE, TOGETHER, Efficiency, Evaluation, Row
+from dllp.evaluation.evaluate import CLEAN, OOD, TOGETHER, Efficiency, Evaluation, Row
 from dllp.records import EpochRecord
 from dllp.training.state import RunState
 
@@ -168,7 +168,7 @@ def show(rows: Sequence[Row], title: str) -> None:
 
 def show_evaluation(found: Evaluation, title: str) -> None:
     """Print an evaluation: the table, inputs from elsewhere, estimation efficiency."""
-    outside = [row for row in found.rows if row.data.startswith(OUTSIDE)]
+    outside = [row for row in found.rows if row.data.startswith(OOD)]
     show([row for row in found.rows if row not in outside], title)
     console = Console(file=sys.stdout)
     if outside:
@@ -192,7 +192,7 @@ def render_outside(rows: Sequence[Row], regression: bool = False) -> Table:
         if row.data != place:
             place = row.data
             table.add_section()
-            table.add_row(Text(place.removeprefix(OUTSIDE)), style="italic")  # a folder's name is no markup
+            table.add_row(Text(place.removeprefix(OOD)), style="italic")  # a folder's name is no markup
         values = [row.metrics.get(name) for name in names]
         table.add_row(row.name, *("-" if value is None else f"{100 * value:.2f}%" for value in values))
     return table

@@ -189,11 +189,11 @@ class _Pruning:
         found = evaluate.measure(result, data.test, dense, disk=disk(out, result), device=device)
         rows = found.rows
         if before is not None:
-            cut = evaluate.table(before, data.test, device=device)
+            cut = evaluate.measure(before, data.test, device=device).rows
             rows[-1:-1] = [replace(row, name=BEFORE) for row in cut]
         write_rows(out / artifacts.EVALUATION, task, rows, **found.besides())
         if config.task == "classification":
-            examples.collect(result.posterior, data.test, dense, device).write(out)
+            examples.collect(found.clean[evaluate.TOGETHER], found.clean.get(evaluate.DENSE)).write(out)
         result.write_run(out)
         if not self.quiet:
             progress.show(rows, f"{task.model} on {len(data.test)} {task.split} examples of {task.data}")

@@ -18,7 +18,7 @@ from dllp.deploy import speed as measuring
 from dllp.devices.device import find_device
 from dllp.errors import DataError, DllpError
 from dllp.evaluation import evaluate, examples
-from dllp.posterior import posterior_of
+from dllp.posterior import posterior_of, predict_data
 from dllp.report import contents, trust
 from dllp.runs import artifacts
 
@@ -125,12 +125,12 @@ def _data(run: contents.Run, given: dict[str, Any]) -> Dataset:
 def _examples(run: contents.Run, given: dict[str, Any], data: Dataset) -> examples.Examples:
     """Asked now, where the folder does not hold the answers."""
     result, _, network = export.open_run(_of(run.folder, given) | {"shape": list(data.test.x.shape[1:])})
-    dense = None
+    dense, device = None, find_device("auto")
     if (run.folder / DENSE_FILE).exists():
         whole = network().eval()
         artifacts.read_network(run.folder / DENSE_FILE, whole)
-        dense = posterior_of([whole], torch.ones(1), result.config)
-    return examples.collect(result.posterior, data.test, dense, find_device("auto"))
+        dense = predict_data(posterior_of([whole], torch.ones(1), result.config), data.test, device)
+    return examples.collect(predict_data(result.posterior, data.test, device), dense)
 
 
 def _of(folder: Path, given: dict[str, Any]) -> dict[str, Any]:

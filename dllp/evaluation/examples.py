@@ -1,6 +1,6 @@
-"""What a run says about each example of its test data: answer, confidence and doubt; a file of the run folder.
+"""Predicted class, confidence and uncertainty of each test example: examples.safetensors of a run folder.
 
-Single numbers hide which examples they come from; the report's diagrams and images need them one by one.
+The report's diagrams and images need single examples; the metrics are means over them.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dllp.data import ArrayData
 from dllp.errors import ArtifactError
 from dllp.evaluation.evaluate import DENSE, TOGETHER
-from dllp.posterior import Posterior, decompose
+from dllp.posterior import PredictedData, decompose
 from dllp.runs import artifacts
 
 MOST_BYTES = 2**30
@@ -22,12 +21,12 @@ MOST_BYTES = 2**30
 
 @dataclass(frozen=True)
 class Examples:
-    """Answers to B examples with classes.
+    """Predictions of B examples with classes.
 
     Attributes:
         labels: (B,) true classes.
         predicted, confidence: By the network's name (`dense`, `particle K`, `all particles`), (B,) each.
-        aleatoric, epistemic: (B,) doubt of all particles: noise in the data, and ignorance of the networks.
+        aleatoric, epistemic: (B,) uncertainty of the ensemble.
     """
 
     labels: Tensor
@@ -38,11 +37,11 @@ class Examples:
 
     @property
     def together(self) -> str:
-        """Name of the answer that the doubt belongs to."""
+        """Name of the prediction that the uncertainty belongs to."""
         return TOGETHER if TOGETHER in self.predicted else "particle 1"
 
     def correct(self, name: str) -> Tensor:
-        """(B,) bool: where a network is right."""
+        """(B,) bool: examples that a network classifies correctly."""
         return self.predicted[name] == self.labels
 
     def write(self, folder: Path) -> None:
@@ -52,38 +51,25 @@ class Examples:
         artifacts.write_tensors(folder / artifacts.EXAMPLES, tensors)
 
 
-def collect(
-    posterior: Posterior, data: ArrayData, dense: Posterior | None = None, device: torch.device | str = "cpu"
-) -> Examples:
-    """Ask every network about every example; the networks are back on the CPU when this returns."""
-    members = _members(posterior, data, device)
-    doubt = decompose(members)
-    answers = {f"particle {i + 1}": member for i, member in enumerate(members)}
-    if len(members) > 1:
-        answers[TOGETHER] = doubt.mean
-    if dense is not None:
-        answers = {DENSE: _members(dense, data, device)[0], **answers}
+def collect(particles: PredictedData, dense: PredictedData | None = None) -> Examples:
+    """Examples of a data set that the particles, and the dense network, have predicted."""
+    found = decompose(particles.members)
+    answers = {} if dense is None else {DENSE: dense.members[0]}
+    answers |= {f"particle {i + 1}": member for i, member in enumerate(particles.members)}
+    if len(particles.members) > 1:
+        answers[TOGETHER] = found.mean
     best = {name: p.max(1) for name, p in answers.items()}
     return Examples(
-        labels=data.y.cpu().to(torch.int32),
-        predicted={name: found.indices.to(torch.int32) for name, found in best.items()},
-        confidence={name: found.values.float() for name, found in best.items()},
-        aleatoric=doubt.aleatoric.float(),
-        epistemic=doubt.epistemic.float(),
+        labels=particles.labels.to(torch.int32),
+        predicted={name: top.indices.to(torch.int32) for name, top in best.items()},
+        confidence={name: top.values.float() for name, top in best.items()},
+        aleatoric=found.aleatoric.float(),
+        epistemic=found.epistemic.float(),
     )
 
 
-def _members(posterior: Posterior, data: ArrayData, device: torch.device | str) -> Tensor:
-    posterior.to(device)
-    try:
-        parts = [posterior.members(x) for x in data.parts()]
-        return torch.cat(parts, 1)
-    finally:
-        posterior.to("cpu")
-
-
 def read(folder: Path) -> Examples | None:
-    """What :meth:`Examples.write` wrote, checked; None where the run has no such file."""
+    """The examples of a run folder, checked; None where it has no such file."""
     path = folder / artifacts.EXAMPLES
     if not path.exists():
         return None
@@ -106,5 +92,5 @@ def read(folder: Path) -> Examples | None:
         and all(bool((value <= 1 + 1e-4).all()) for value in parts["confidence"].values())
     )
     if not fits:
-        raise ArtifactError(f"{path} does not hold labels, answers, confidences and doubts of the same examples")
+        raise ArtifactError(f"{path} does not hold labels, predictions and uncertainties of the same examples")
     return Examples(labels, parts["predicted"], parts["confidence"], aleatoric, epistemic)

@@ -1,7 +1,4 @@
-"""How good and how honest predictions are: probabilities (B, C) against labels (B,).
-
-AUROC comes from torchmetrics. Everything is computed in float64.
-"""
+"""Accuracy, calibration and out-of-distribution metrics of probabilities (B, C) and labels (B,), in float64."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from dllp.errors import DataError, check_count
+from dllp.errors import DataError
 
 BINS = 15
 SMALLEST = 1e-38
@@ -18,7 +15,7 @@ SMALLEST = 1e-38
 
 
 def accuracy(probabilities: Tensor, labels: Tensor) -> float:
-    """Share of labels that have the largest probability."""
+    """Fraction of labels that have the largest probability."""
     p, y = _checked(probabilities, labels)
     return float((p.argmax(1) == y).double().mean())
 
@@ -36,10 +33,7 @@ def brier(probabilities: Tensor, labels: Tensor) -> float:
 
 
 def ece(probabilities: Tensor, labels: Tensor, bins: int = BINS) -> float:
-    """Expected calibration error: mean |confidence - accuracy| over equal-width bins of the largest probability.
-
-    Not torchmetrics': there inputs of confidence 1, which float32 rounds to, have a bin of their own beside the last.
-    """
+    """Expected calibration error: mean |confidence - accuracy| over the bins of :func:`reliability_bins`."""
     found = reliability(probabilities, labels, bins)
     parts = zip(found["confidence"], found["accuracy"], found["share"], strict=True)
     return math.fsum(share * abs(confidence - accuracy) for confidence, accuracy, share in parts)
@@ -53,59 +47,62 @@ def signed_ece(probabilities: Tensor, labels: Tensor) -> float:
 
 def aurc(probabilities: Tensor, labels: Tensor) -> float:
     """Area under the risk-coverage curve: mean error rate of the k most confident inputs, over k = 1..B."""
-    return float(_risks(*_checked(probabilities, labels)).mean())
+    return float(selective_risk(*_confidence(probabilities, labels)).mean())
 
 
-def _risks(p: Tensor, y: Tensor) -> Tensor:
-    """(B,) error rates of the k most confident inputs; equally confident ones share errors, so order is no matter."""
-    confidence, predicted = p.max(1)
+def selective_risk(confidence: Tensor, correct: Tensor) -> Tensor:
+    """(B,), (B,) -> (B,) error rates of the k most confident inputs, k = 1..B.
+
+    Equally confident inputs share their errors, so that their order has no effect.
+    """
     _, group = confidence.unique(return_inverse=True)
-    wrong = (predicted != y).double()
     count = torch.bincount(group)
-    shared = torch.zeros(len(count), dtype=torch.float64).index_add_(0, group, wrong) / count
+    shared = torch.zeros(len(count), dtype=torch.float64).index_add_(0, group, (~correct).double()) / count
     errors = shared[group[confidence.argsort(descending=True)]].cumsum(0)
-    return errors / torch.arange(1, len(y) + 1)
+    return errors / torch.arange(1, len(correct) + 1)
 
 
-def reliability(probabilities: Tensor, labels: Tensor, bins: int = BINS) -> dict[str, list[float]]:
-    """The bins of :func:`ece` that hold inputs: mean confidence, accuracy and share of the inputs of each."""
-    check_count(bins=bins)
-    p, y = _checked(probabilities, labels)
-    confidence, predicted = p.max(1)
+def reliability_bins(confidence: Tensor, correct: Tensor, bins: int = BINS) -> tuple[Tensor, Tensor, Tensor]:
+    """(B,), (B,) -> mean confidence, accuracy and count of every bin of equal width that holds inputs.
+
+    A confidence on an edge belongs to the bin above, and 1, to which float32 often rounds, to the last bin.
+    """
     edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)
-    bin_of = (torch.bucketize(confidence, edges, right=True) - 1).clamp(0, bins - 1)
+    bin_of = (torch.bucketize(confidence.double(), edges, right=True) - 1).clamp(0, bins - 1)
     count = torch.bincount(bin_of, minlength=bins)
     held = count > 0
 
-    def mean(values: Tensor) -> list[float]:
-        sums = torch.zeros(bins, dtype=torch.float64).index_add_(0, bin_of, values)
-        return (sums[held] / count[held]).tolist()
+    def mean(values: Tensor) -> Tensor:
+        return (torch.zeros(bins, dtype=torch.float64).index_add_(0, bin_of, values.double()) / count)[held]
 
-    share = (count[held].double() / len(y)).tolist()
-    return {"confidence": mean(confidence), "accuracy": mean((predicted == y).double()), "share": share}
+    return mean(confidence), mean(correct), count[held]
+
+
+def reliability(probabilities: Tensor, labels: Tensor, bins: int = BINS) -> dict[str, list[float]]:
+    """The bins of :func:`ece`: mean confidence, accuracy and fraction of the inputs of each."""
+    confidence, accuracy, count = reliability_bins(*_confidence(probabilities, labels), bins)
+    share = count.double() / len(labels)
+    return {"confidence": confidence.tolist(), "accuracy": accuracy.tolist(), "share": share.tolist()}
 
 
 def risk_coverage(probabilities: Tensor, labels: Tensor, points: int = 100) -> dict[str, list[float]]:
-    """Error rate of the most confident share of the inputs, for up to `points` shares; its mean is the AURC."""
-    check_count(points=points)
-    risk = _risks(*_checked(probabilities, labels))
+    """Error rate of the most confident fraction of the inputs, for up to `points` fractions; its mean is the AURC."""
+    risk = selective_risk(*_confidence(probabilities, labels))
     at = torch.linspace(0, len(risk) - 1, min(points, len(risk)), dtype=torch.float64).round().long()
     return {"coverage": ((at + 1).double() / len(risk)).tolist(), "risk": risk[at].tolist()}
 
 
 def auroc(inside: Tensor, outside: Tensor) -> float:
-    """Chance that an out-of-distribution score (M,) exceeds an in-distribution one (N,); ties count half."""
-    from torchmetrics.functional.classification import binary_auroc
+    """Probability that an out-of-distribution score (M,) exceeds an in-distribution one (N,); ties count half."""
+    from sklearn.metrics import roc_auc_score
 
-    scores = _scores(inside, outside)
-    # torchmetrics squashes scores outside [0, 1] and may merge large ones; ranks keep the order and fit.
-    values, rank = scores.unique(return_inverse=True)
-    target = (torch.arange(len(scores)) >= inside.numel()).long()
-    return float(binary_auroc(rank.double() / max(len(values) - 1, 1), target))
+    rank = _scores(inside, outside).unique(return_inverse=True)[1]  # scores may be infinite, which scikit-learn refuses
+    is_outside = torch.arange(len(rank)) >= inside.numel()
+    return float(roc_auc_score(is_outside.numpy(), rank.numpy()))
 
 
 def fpr95(inside: Tensor, outside: Tensor) -> float:
-    """Share of out-of-distribution scores below the threshold that lets 95% of the in-distribution ones pass."""
+    """Fraction of out-of-distribution scores below the threshold that lets 95% of the in-distribution ones pass."""
     scores = _scores(inside, outside)
     ordered = scores[: inside.numel()].sort().values
     threshold = ordered[math.ceil(0.95 * len(ordered)) - 1]
@@ -118,9 +115,7 @@ def entropy(probabilities: Tensor) -> Tensor:
 
 
 def disagreement(members: Tensor) -> float:
-    """Share of inputs on which two networks differ, mean over all pairs of members (n, B, C); 0 for one member."""
-    if members.ndim != 3 or members.shape[1] == 0:
-        raise DataError(f"members of shape {tuple(members.shape)}: give probabilities (networks, inputs, classes)")
+    """Fraction of inputs on which two networks differ, mean over all pairs of members (n, B, C); 0 for one member."""
     classes = members.argmax(-1)
     n = len(classes)
     pairs = [(classes[i] != classes[j]).double().mean() for i in range(n) for j in range(i)]
@@ -199,6 +194,13 @@ def _same(prediction: Tensor, target: Tensor) -> Tensor:
     if prediction.shape != target.shape or not prediction.numel():
         raise DataError(f"predictions {tuple(prediction.shape)} and targets {tuple(target.shape)} must match")
     return prediction.detach().double().cpu() - target.detach().double().cpu()
+
+
+def _confidence(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, C), (B,) -> (B,) largest probability, and (B,) bool: the class that has it is the label."""
+    p, y = _checked(probabilities, labels)
+    confidence, predicted = p.max(1)
+    return confidence, predicted == y
 
 
 def _scores(inside: Tensor, outside: Tensor) -> Tensor:

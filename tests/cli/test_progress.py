@@ -15,7 +15,7 @@ from dllp.baselines import METHODS, run
 from dllp.cli import progress
 from dllp.cli.main import main
 from dllp.config import Config
-from dllp.evaluation.evaluate import CLEAN, OUTSIDE, Efficiency, Evaluation, Row
+from dllp.evaluation.evaluate import CLEAN, OOD, Efficiency, Evaluation, Row
 from dllp.records import EpochRecord
 from dllp.zoo.small import small_cnn
 from tests.support.commands import FAST, one_line
@@ -142,7 +142,7 @@ def test_numbers_are_whole_however_narrow_the_terminal_is(
     monkeypatch.setenv("COLUMNS", columns)
     metrics = {"accuracy": 0.1235, "ece": 0.2346, "nll": 1.23456, "auroc": 0.5679, "fpr95": 0.6789}
     elsewhere = "folder/" * 12 + "end"
-    rows = [Row("particle 1", place, metrics, 123e6, 45_678, 901_234) for place in (CLEAN, OUTSIDE + elsewhere)]
+    rows = [Row("particle 1", place, metrics, 123e6, 45_678, 901_234) for place in (CLEAN, OOD + elsewhere)]
     noise = [Efficiency("clean", 0.08667, 0.00036, 0.00012, 0.9955, 0.9977, 2) for _ in range(2)]
     progress.show_evaluation(Evaluation(rows, efficiency=noise), "a run")
     lines = capsys.readouterr().out.splitlines()

@@ -44,7 +44,7 @@ def run() -> dllp.Result:
 def test_rows_are_dense_each_particle_and_all_together(run: dllp.Result) -> None:
     data = images()
     dense = Posterior([convolutions().eval()], torch.tensor([torch.nan]))
-    rows = evaluate.table(run, data, dense, disk=DISK)
+    rows = evaluate.measure(run, data, dense, disk=DISK).rows
     assert [row.name for row in rows] == ["dense", "particle 1", "particle 2", "all particles"]
     assert {row.data for row in rows} == {"clean"}
     first, second, both = rows[1:]
@@ -63,19 +63,19 @@ def test_rows_are_dense_each_particle_and_all_together(run: dllp.Result) -> None
 
 def test_chunks_do_not_change_the_result(run: dllp.Result, monkeypatch: pytest.MonkeyPatch) -> None:
     data = images()
-    whole = evaluate.table(run, data)
+    whole = evaluate.measure(run, data).rows
     monkeypatch.setattr("dllp.data.arrays.PART", 7)
-    for a, b in zip(whole, evaluate.table(run, data), strict=True):
+    for a, b in zip(whole, evaluate.measure(run, data).rows, strict=True):
         assert a.metrics == pytest.approx(b.metrics, abs=1e-6)
 
 
 def test_unknown_sizes_stay_unknown(run: dllp.Result) -> None:
-    rows = evaluate.table(run, images(), disk={"particle 1": 5})
+    rows = evaluate.measure(run, images(), disk={"particle 1": 5}).rows
     assert [row.bytes for row in rows] == [5, None, None]
 
 
 def test_corruptions_follow_the_clean_rows(run: dllp.Result) -> None:
-    rows = evaluate.table(run, images(), corruptions=parse("gaussian-blur:1,2") + parse("sharpen"))
+    rows = evaluate.measure(run, images(), corruptions=parse("gaussian-blur:1,2") + parse("sharpen")).rows
     assert [row.data for row in rows[::3]] == ["clean", "gaussian-blur:1", "gaussian-blur:2", "sharpen"]
     assert rows[0].metrics["nll"] != rows[3].metrics["nll"]
 
@@ -83,7 +83,7 @@ def test_corruptions_follow_the_clean_rows(run: dllp.Result) -> None:
 def test_one_particle_has_no_row_for_all() -> None:
     config = dllp.Config(keep_flops=0.6, epochs=1, batch_size=20, particles=1, device="cpu")
     result = dllp.prune(convolutions(), images(), config)
-    assert [row.name for row in evaluate.table(result, images())] == ["particle 1"]
+    assert [row.name for row in evaluate.measure(result, images()).rows] == ["particle 1"]
 
 
 def test_regression_has_rmse_and_likelihood(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_regression_has_rmse_and_likelihood(tmp_path: Path) -> None:
     config = dllp.Config(keep_flops=0.5, epochs=3, batch_size=16, task="regression", lr=0.02, device="cpu")
     result = dllp.prune(network, (x, y), config)
     unknown = Posterior([network.eval()], torch.tensor([torch.nan]), "regression")
-    rows = evaluate.table(result, ArrayData(x, y), unknown)
+    rows = evaluate.measure(result, ArrayData(x, y), unknown).rows
     members, noise = result.posterior.members(x), result.posterior.noise
     assert set(rows[0].metrics) == {"rmse", "fitted_noise", "log_likelihood"}
     assert rows[1].metrics["rmse"] == pytest.approx(math.sqrt(float((members[0] - y).square().mean())), rel=1e-6)
@@ -113,7 +113,7 @@ def test_regression_has_rmse_and_likelihood(tmp_path: Path) -> None:
 )
 def test_data_that_does_not_fit(run: dllp.Result, data: ArrayData, words: str) -> None:
     with pytest.raises(dllp.DataError, match=words):
-        evaluate.table(run, data)
+        evaluate.measure(run, data)
     assert {p.device.type for p in run.model.parameters()} == {"cpu"}
 
 
@@ -156,7 +156,7 @@ def test_certain_networks_that_are_always_right_are_fully_efficient() -> None:
 def test_inputs_from_elsewhere_are_told_apart(run: dllp.Result) -> None:
     data = images()
     dark = ood.unlabelled(data, torch.zeros(20, 1, 8, 8, dtype=torch.uint8))
-    rows = evaluate.table(run, data, outside={"dark": dark, "same": data})
+    rows = evaluate.measure(run, data, ood={"dark": dark, "same": data}).rows
     outside = {(row.name, row.data): row.metrics for row in rows if row.data.startswith("ood:")}
     assert set(outside) == {
         (n, d) for n in ("particle 1", "particle 2", "all particles") for d in ("ood:dark", "ood:same")
@@ -175,7 +175,7 @@ def test_inputs_from_elsewhere_are_told_apart(run: dllp.Result) -> None:
 def test_particles_before_extraction_and_with_drawn_gates(run: dllp.Result) -> None:
     data = images()
     drawn = dllp.sample_gates(run, data.inputs(slice(0, 2)), 3)
-    rows = evaluate.table(run, data, references=True, drawn=drawn)
+    rows = evaluate.measure(run, data, references=True, drawn=drawn).rows
     assert [row.name for row in rows] == [
         "reference 1", "reference 2", "all references", "particle 1", "particle 2", "all particles", "drawn gates",
     ]  # fmt: skip
@@ -206,7 +206,7 @@ def test_a_regression_is_told_apart_by_its_variance() -> None:
         keep_flops=0.5, epochs=2, batch_size=16, task="regression", lr=0.02, init="fresh", device="cpu"
     )
     result, data = dllp.prune(network, (x, x[:, :1]), config), ArrayData(x, x[:, :1])
-    found = evaluate.measure(result, data, outside={"far": ood.unlabelled(data, 50 * x)})
+    found = evaluate.measure(result, data, ood={"far": ood.unlabelled(data, 50 * x)})
     far = [row for row in found.rows if row.data == "ood:far"][-1]
     assert far.metrics["auroc"] > 0.8 and set(far.metrics) == {"auroc", "fpr95"}
     assert len(found.efficiency) == 1 and found.curves == []

@@ -1,24 +1,30 @@
-"""Answers to single test examples: they come back from a folder, and damaged ones are refused."""
+"""Predictions of single test examples: made once, read back from a folder, refused when damaged."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 import dllp
+from dllp.cli.main import main
 from dllp.errors import ArtifactError
 from dllp.evaluation import examples
+from dllp.posterior import predict_data
 from dllp.runs import artifacts
 
 
 def test_examples_come_back(tmp_path: Path) -> None:
     y = torch.randint(5, (20,))
-    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 5))
+    network = nn.Sequential(nn.Flatten(), nn.Linear(4, 5))
     posterior = dllp.Posterior([network, network], torch.ones(2))
     data = dllp.data.from_pair(torch.randn(20, 4), y)
-    found = examples.collect(posterior, data)
+    found = examples.collect(predict_data(posterior, data))
     found.write(tmp_path)
     again = examples.read(tmp_path)
     assert again is not None and set(again.predicted) == {"particle 1", "particle 2", "all particles"}
@@ -43,3 +49,22 @@ def test_damaged_examples_are_refused(tmp_path: Path, change: dict[str, torch.Te
     artifacts.write_tensors(tmp_path / artifacts.EXAMPLES, tensors | change)
     with pytest.raises(ArtifactError, match="same examples"):
         examples.read(tmp_path)
+
+
+@pytest.mark.parametrize("method", [[], ["--method", "l1-filters", "--finetune-epochs", "1"]])
+def test_a_run_predicts_its_test_set_once(tmp_path: Path, method: list[str]) -> None:
+    """Three networks: dense and two particles, or dense, cut and fine-tuned; metrics and examples share the pass."""
+    whole = dllp.data.load("digits").test.x.shape
+    passes: Counter[nn.Module] = Counter()
+
+    def count(module: nn.Module, args: Any) -> None:
+        if isinstance(module, nn.Conv2d) and args[0].shape == whole:  # the first layer's input is the network's
+            passes[module] += 1
+
+    words = ["--data", "digits", "--model", "small_cnn", "--epochs", "1", "--keep-flops", "0.5", "--device", "cpu"]
+    hook = register_module_forward_pre_hook(count)
+    try:
+        assert main(["prune", *words, *method, "--quiet", "--out", str(tmp_path / "run")]) == 0
+    finally:
+        hook.remove()
+    assert list(passes.values()) == [1, 1, 1] and examples.read(tmp_path / "run") is not None

@@ -132,7 +132,7 @@ def test_a_regression_learns_where_its_data_are_noisy(run: dllp.Result) -> None:
     assert float(deviations[:2].max()) < 0.2 and float(deviations[2:].min()) > 0.3, "one level would be 0.36"
     assert float(run.posterior.noise.mean()) == pytest.approx((LOW**2 + HIGH**2) / 2, rel=0.3), "the constant one too"
     x, y = two_levels()
-    rows = evaluate.table(run, ArrayData(x, y))
+    rows = evaluate.measure(run, ArrayData(x, y)).rows
     constant = metrics.gaussian_nll(run.posterior.members(x)[0], float(run.posterior.noise[0]), y)
     assert rows[0].metrics["nll"] < constant - 0.3, "it pays to know"
 

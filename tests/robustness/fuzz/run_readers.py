@@ -18,6 +18,7 @@ from dllp.data import from_pair
 from dllp.deploy import speed
 from dllp.evaluation.evaluate import Row
 from dllp.evaluation.examples import collect
+from dllp.posterior import predict_data
 from dllp.report import compare, contents, page
 from dllp.runs import artifacts
 from paper import plans, tables
@@ -75,7 +76,7 @@ def reports(root: Path) -> list[Reader]:
     result = dllp.prune(network(), examples(), config)
     folder = result.save(root / "run")
     x, y = examples()
-    collect(result.posterior, from_pair(x, y)).write(folder)
+    collect(predict_data(result.posterior, from_pair(x, y))).write(folder)
     rows = [row(name, data) for data in ("clean", "noise:0.1") for name in ("dense", "particle 1", "all particles")]
     files.write_json(folder / artifacts.EVALUATION, {"rows": [vars(r) for r in rows]})
     times = [speed.Row(name, speed.TORCH, "cpu", 1, 64, 2e-3 / k, 1e-3, 3e-3, 7, 2e-3, 100 / k, 10)
