@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch._dynamo  # what a run imports late, imported before the forks
-import torchmetrics  # noqa: F401 # likewise; with it comes matplotlib, whose cache is not ours to break
 from sklearn.datasets import load_digits
 
 import dllp
