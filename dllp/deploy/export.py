@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dllp import files
 from dllp.api import Result
 from dllp.devices.torch_context import undisturbed
-from dllp.errors import ConfigError, ExportError, check_count, first_line, is_whole
+from dllp.errors import ConfigError, ExportError, check_count, is_whole
 from dllp.method.likelihood import split_noise
 from dllp.posterior import decompose, evaluating
 from dllp.structure.groups import chosen_again, discover
@@ -28,24 +28,24 @@ from dllp.training.extract import plain
 
 Format = Literal["onnx", "pt2"]
 INPUT = "input"
-TOGETHER = ("prediction", "aleatoric", "epistemic")
-"""Outputs of the posterior; one that is called `mean` makes an invalid ONNX model."""
+OUTPUTS = ("prediction", "aleatoric", "epistemic")
+"""Of the posterior; one that is called `mean` makes an invalid ONNX model."""
 BATCHES = (1, 2, 5)
 """Batch sizes with which an exported file is checked."""
 TOLERANCE = 1e-3
-"""Largest difference from PyTorch that is let through, relative to the largest output (but at least 1)."""
+"""Largest accepted difference from PyTorch, relative to the largest output (but at least 1)."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A file that another runtime can read, and how far its answers are from PyTorch's.
+    """A file that another runtime can read, and its difference from PyTorch.
 
     Attributes:
         path, format, bytes: The file.
         outputs: Names of its outputs: `logits` or `output` of one particle, and its `noise` where d(x) was learned;
-            :data:`TOGETHER` of the posterior.
+            :data:`OUTPUTS` of the posterior.
         difference: Largest absolute difference from PyTorch over all outputs of the check.
-        runtime: What the file was run with for the check.
+        runtime: The one of the check.
     """
 
     path: Path
@@ -57,7 +57,7 @@ class Exported:
 
 
 class Pixels(nn.Module):
-    """uint8 images (B, C, ...) -> the network's outputs, its training's normalisation done inside."""
+    """uint8 images (B, C, ...) -> the network's outputs, with the normalisation of its training inside."""
 
     shift: Tensor
     scale: Tensor
@@ -85,8 +85,8 @@ class WithNoise(nn.Module):
         return outputs, (-2 * log_d).exp()
 
 
-class Together(nn.Module):
-    """All particles in one graph: inputs -> mean prediction, aleatoric and epistemic doubt (Section 8)."""
+class Ensemble(nn.Module):
+    """All particles in one graph: inputs -> mean prediction, aleatoric and epistemic uncertainty (Section 8)."""
 
     noise: Tensor
 
@@ -100,14 +100,14 @@ class Together(nn.Module):
         noise = torch.stack([answer[1] for answer in answers]).mean(0)[:, None] if self.head else self.noise
         members = torch.stack([(a[0] if self.head else a).float().flatten(1) for a in answers])
         if self.task == "classification":
-            doubt = decompose(members.softmax(-1))
-            return doubt.mean, doubt.aleatoric, doubt.epistemic
+            found = decompose(members.softmax(-1))
+            return found.mean, found.aleatoric, found.epistemic
         mean = members.mean(0)
         return mean, noise.expand_as(mean).clone(), members.var(0, correction=0)
 
 
 def format_of(path: Path, wanted: str | None) -> Format:
-    """The format of a file: the one that is wanted, or what its name ends in, which must not contradict each other."""
+    """The format of a file: the wanted one, or that of its ending; the two must not contradict each other."""
     known, ending = get_args(Format), path.suffix.removeprefix(".")
     if wanted is not None and wanted not in known:
         raise ConfigError(f"format = {wanted!r} is unknown: choose {' or '.join(known)}")
@@ -134,15 +134,13 @@ def export(
         result: The run.
         path: The file; an old one is replaced.
         shape: Of one input, without the batch: (channels, height, width).
-        format: `onnx`, which needs the extra of that name, or `pt2`; by default what the file's name ends in, or onnx.
-        particle: Which extracted network, or None for all of them with their doubt.
+        format: `onnx`, which needs the extra of that name, or `pt2`; by default that of the file's ending, or onnx.
+        particle: Index of an extracted network, or None for the ensemble with its uncertainty.
         uint8: Take raw images and normalise them inside, as `result.info["data"]` says.
         pad_to: Add dead channels up to a multiple of this: the same function, on kernels that like such widths.
     """
     path = files.as_path(path)
     format = format_of(path, format)
-    if particle is not None and not is_whole(particle):
-        raise ConfigError(f"particle = {particle!r:.60}: a whole number from 0 on is needed, or None for all of them")
     if particle is not None and not 0 <= particle < len(result.particles):
         raise ConfigError(f"there is no particle {particle + 1}: the run has {len(result.particles)}")
     check_count(pad_to=pad_to)
@@ -156,10 +154,10 @@ def export(
     small = [result.particles[i].network for i in chosen]
     wide = small if pad_to == 1 else [wider(result, i, shape, pad_to) for i in chosen]
     single = ("logits" if result.config.task == "classification" else "output", *(["noise"] if _head(result) else []))
-    outputs = TOGETHER if particle is None else single
+    outputs = OUTPUTS if particle is None else single
     with evaluating(*small):
         network, reference = (_assembled(result, networks, particle, uint8, shape) for networks in (wide, small))
-        content = packed(trace(network, inputs(2, shape, uint8)), outputs, format)
+        content = packed(trace(network, inputs(2, shape, uint8)), format, outputs)
         difference = _check(reference, content, shape, uint8, format)
     files.write_named(path, content)
     runtime = "onnxruntime" if format == "onnx" else "torch.export"
@@ -184,7 +182,7 @@ def _assembled(
         networks = [WithNoise(network) for network in networks]
     whole = networks[0]
     if particle is None:
-        whole = Together(networks, result.posterior.noise, result.config.task, head=_head(result))
+        whole = Ensemble(networks, result.posterior.noise, result.config.task, head=_head(result))
     if not uint8:
         return whole.eval()
     known = result.info.get("data", {})
@@ -213,17 +211,14 @@ def require_onnx() -> None:
 def inputs(batch: int, shape: tuple[int, ...], uint8: bool = False) -> Tensor:
     """(batch, *shape) random inputs, always the same ones."""
     generator = torch.Generator().manual_seed(batch)
-    try:
-        if uint8:
-            return torch.randint(256, (batch, *shape), generator=generator, dtype=torch.uint8)
-        return torch.randn(batch, *shape, generator=generator)
-    except (RuntimeError, TypeError) as error:  # PyTorch's own, of memory and of numbers beyond 64 bits
-        raise ConfigError(f"shape = {shape} is too large ({first_line(error)}): give that of one input") from error
+    if uint8:
+        return torch.randint(256, (batch, *shape), generator=generator, dtype=torch.uint8)
+    return torch.randn(batch, *shape, generator=generator)
 
 
-def write(network: nn.Module, path: Path, example: Tensor, outputs: tuple[str, ...], format: Format) -> None:
+def write(network: nn.Module, path: Path, example: Tensor, format: Format) -> None:
     """Trace a network with a dynamic batch and write it; nothing is checked."""
-    save(trace(network, example), path, outputs, format)
+    files.write_bytes(path, packed(trace(network, example), format))
 
 
 def trace(network: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
@@ -232,15 +227,10 @@ def trace(network: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
         return torch.export.export(network, (example,), dynamic_shapes=_any_batch())
 
 
-def save(program: torch.export.ExportedProgram, path: Path, outputs: tuple[str, ...], format: Format) -> None:
-    """Write a graph as ONNX or pt2."""
-    files.write_bytes(path, packed(program, outputs, format))
-
-
-def packed(program: torch.export.ExportedProgram, outputs: tuple[str, ...], format: Format) -> bytes:
+def packed(program: torch.export.ExportedProgram, format: Format, outputs: tuple[str, ...] = ("output",)) -> bytes:
     """A graph as the content of an ONNX or pt2 file; PyTorch's own writing of files aborts on a full disk.
 
-    Where its operations stand in whose source code is left out: it is of the machine that wrote it.
+    Places of its operations in source code are left out: they tell of the machine that wrote it.
     """
     with _quiet(), _one_line():
         if format == "pt2":
@@ -264,7 +254,7 @@ def _any_batch() -> tuple[dict[int, Any]]:
 
 @contextmanager
 def _one_line() -> Iterator[None]:
-    """Whatever the exporter raises about the user's network, one line says what."""
+    """Turn whatever the exporter raises about the user's network into an error of one line."""
     try:
         yield
     except OSError as error:  # not the network's fault
@@ -284,7 +274,7 @@ def _one_line() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hold back what PyTorch's exporter says beside its errors: warnings, logs, and the graph of what it refuses."""
+    """Silence PyTorch's exporter but for its errors: warnings, logs, and the graph of a network that it refuses."""
     before = logging.root.manager.disable
     logging.disable()  # its loggers have handlers of their own, and some are made while it works
     try:

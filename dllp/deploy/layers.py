@@ -1,4 +1,4 @@
-"""Which layers hold a pruned network back: each one's time, dense and pruned, against its FLOPs."""
+"""Time of each layer, dense and pruned, against its FLOPs: the layers that hold a pruned network back."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dllp.deploy.clock import limited
 from dllp.deploy.export import INPUT, inputs, require_onnx, write
-from dllp.deploy.rows import Subject
+from dllp.deploy.runtimes import Subject, limited
 from dllp.errors import ArtifactError
 from dllp.structure.groups import discover
 
 CONVOLUTIONS = ("Conv", "FusedConv", "NhwcFusedConv")
 BLOCKED = "_nchwc"
-"""What onnxruntime adds to the name of a kernel that works on blocks of channels."""
+"""Suffix of onnxruntime for the name of a kernel that works on blocks of channels."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class LayerTime:
 
     @property
     def lost_ms(self) -> float:
-        """Time above the dense one scaled by the kept FLOPs: what holds the network back."""
+        """Time above the dense one scaled by the kept FLOPs."""
         return self.pruned_ms - self.dense_ms * self.kept_macs
 
 
@@ -57,7 +56,7 @@ def layers(
     for subject in (dense, other):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.onnx"
-            write(subject.network, path, inputs(2, shape), ("output",), "onnx")
+            write(subject.network, path, inputs(2, shape), "onnx")
             times.append(_kernel_times(path, inputs(batch, shape), runs))
         widths.append(_convolutions(subject.network, shape))
         structure = discover(subject.network, inputs(2, shape), channels=False)
@@ -74,7 +73,7 @@ def layers(
 def torch_layers(
     dense: Subject, other: Subject, shape: tuple[int, ...], *, batch: int = 64, runs: int = 5
 ) -> list[LayerTime]:
-    """The same of every convolution and linear layer in PyTorch on one thread: rougher, but it needs no extra."""
+    """Time of every convolution and linear layer in PyTorch on one thread: rougher, but it needs no extra."""
     with limited(1):
         before, after = (_timed_layers(subject.network, inputs(batch, shape), runs) for subject in (dense, other))
     return [
@@ -136,10 +135,10 @@ def _kernel_times(path: Path, x: Tensor, runs: int) -> list[float]:
 
 
 def _kernel_places(path: Path) -> dict[str, int]:
-    """What onnxruntime may call the kernel of each convolution in a file -> the number of that convolution in it.
+    """Names that onnxruntime may give to the kernel of each convolution in a file -> that convolution's number in it.
 
     It runs branches in an order of its own. A kernel has the node's name; where it was made anew for blocks of
-    channels, that of what it gives, which may be an activation that became part of it.
+    channels, that of its output, which may be that of an activation that became part of it.
     """
     import onnx
 
@@ -157,12 +156,12 @@ def _kernel_places(path: Path) -> dict[str, int]:
 
 
 def _plain_name(event: str) -> str:
-    """A kernel's name without what onnxruntime adds to it."""
+    """A kernel's name without onnxruntime's prefix and suffix."""
     return re.sub(r"(_token_\d+)?_kernel_time$", "", event).removeprefix("fused ")
 
 
 def _profile(path: Path, x: Tensor, runs: int) -> list[dict[str, Any]]:
-    """What onnxruntime says of its kernels on one thread."""
+    """onnxruntime's events of its kernels on one thread."""
     import onnxruntime
 
     settings = onnxruntime.SessionOptions()

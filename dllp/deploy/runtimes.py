@@ -1,30 +1,133 @@
-"""PyTorch and onnxruntime, each with its files, its calls and its rows."""
+"""Networks in PyTorch and onnxruntime: their files, and the time of calls that take turns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dllp.deploy.clock import Call, interleaved, limited, summarise
-from dllp.deploy.export import INPUT, inputs, save, trace
-from dllp.deploy.rows import INT8, ONNX, PRUNED, TORCH, Row, Subject
+from dllp import files
+from dllp.deploy.export import INPUT, inputs, packed, trace
 from dllp.runs import artifacts
 
+TORCH, ONNX, INT8 = "PyTorch", "onnxruntime", "onnxruntime int8"
 CALIBRATION = 4
 """Batches that the int8 ranges are taken from: enough for timing, not for accuracy."""
+SAMPLE, FEWEST, MOST = 0.005, 7, 400
+"""Seconds that one sample lasts at least, and the number of samples of each network."""
+Call = Callable[[], Any]
+Samples = list[tuple[float, float]]
+"""Seconds and CPU seconds of one call, by sample."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A network to be measured, and its multiply-accumulates for one example."""
+
+    name: str
+    network: nn.Module
+    macs: float
+
+
+# ---- time
+
+
+def interleaved(calls: Sequence[Call], seconds: float, fewest: int | None = None) -> list[Samples]:
+    """Samples of each call. The calls take turns, every other round backwards, so that all see the same machine."""
+    repeats = []
+    for call in calls:
+        call()
+        start = time.perf_counter()
+        call()
+        repeats.append(max(1, round(SAMPLE / max(time.perf_counter() - start, 1e-9))))
+    samples: list[Samples] = [[] for _ in calls]
+    order = list(range(len(calls)))
+    gc.collect()
+    end = time.perf_counter() + seconds
+    least = FEWEST if fewest is None else fewest
+    while len(samples[0]) < least or (time.perf_counter() < end and len(samples[0]) < MOST):
+        for i in order:
+            start, work = time.perf_counter(), time.process_time()
+            for _ in range(repeats[i]):
+                calls[i]()
+            passed, worked = time.perf_counter() - start, time.process_time() - work
+            samples[i].append((passed / repeats[i], worked / repeats[i]))
+        order.reverse()
+    return samples
+
+
+@contextmanager
+def limited(count: int) -> Iterator[None]:
+    """Let PyTorch use `count` threads, and as many as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# ---- PyTorch
+
+
+def torch_samples(
+    networks: Sequence[nn.Module], x: Tensor, threads: int, seconds: float, fewest: int | None = None
+) -> list[Samples]:
+    """Samples of every network on the device of its inputs."""
+
+    def call(network: nn.Module) -> Call:
+        def work() -> None:
+            network(x)
+            if x.is_cuda:
+                torch.cuda.synchronize()
+
+        return work
+
+    try:
+        # moved outside inference mode: weights that are moved inside it can never be exported again
+        calls = [call(network.to(x.device)) for network in networks]
+        with limited(threads), torch.inference_mode():
+            return interleaved(calls, seconds, fewest)
+    finally:
+        for network in networks:
+            network.cpu()
+
+
+def cuda_peak(network: nn.Module, x: Tensor) -> int:
+    """Bytes of weights and activations at their highest, the input not counted."""
+    peak = 0
+    try:
+        for _ in range(2):  # libraries keep working memory from their first call on
+            network.cpu()
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            network.to(x.device)
+            with torch.inference_mode():
+                network(x)
+            peak = torch.cuda.max_memory_allocated() - before
+    finally:
+        network.cpu()
+    return peak
+
+
+# ---- onnxruntime
 
 
 def written(subject: Subject, shape: tuple[int, ...], folder: Path, index: int) -> dict[str, Path]:
-    """A network as ONNX and as pt2."""
+    """A network as ONNX and as pt2, and beside the latter its weights as safetensors."""
     subject.network.eval()
     paths = {ONNX: folder / f"{index}.onnx", TORCH: folder / f"{index}.pt2"}
     program = trace(subject.network, inputs(2, shape))
-    save(program, paths[ONNX], ("output",), "onnx")
-    save(program, paths[TORCH], ("output",), "pt2")
+    files.write_bytes(paths[ONNX], packed(program, "onnx"))
+    files.write_bytes(paths[TORCH], packed(program, "pt2"))
     artifacts.write_network(folder / f"{index}.safetensors", subject.network)
     return paths
 
@@ -49,75 +152,13 @@ def quantised(path: Path, shape: tuple[int, ...]) -> Path:
     return result
 
 
-def torch_rows(
-    found: Sequence[Subject], disk: Mapping[str, int], memory: Mapping[str, int | None], x: Tensor, *,
-    device: str, threads: int, batch: int, seconds: float, fewest: int | None = None,
-) -> list[Row]:  # fmt: skip
-    """Every network in PyTorch, given bytes on disk and peak memory on a CPU by name."""
-    cuda = device == "cuda"
-    x = x.to(device)
-    peaks = [memory.get(subject.name) for subject in found]
-
-    def call(network: nn.Module) -> Call:
-        def work() -> None:
-            network(x)
-            if cuda:
-                torch.cuda.synchronize()
-
-        return work
-
-    # moved outside inference mode: weights that are moved inside it can never be exported again
-    try:
-        if cuda:
-            peaks = [_cuda_peak(subject.network, x) for subject in found]
-        calls = [call(subject.network.to(device)) for subject in found]
-        with limited(threads), torch.inference_mode():
-            samples = interleaved(calls, seconds, fewest)
-    finally:
-        for subject in found:
-            subject.network.cpu()
-    rest: dict[str, Any] = dict(device=device, threads=threads, batch=batch)
-    return [
-        summarise(subject, TORCH, part, bytes=disk[subject.name], memory=peak, **rest)
-        for subject, part, peak in zip(found, samples, peaks, strict=True)
-    ]
-
-
-def _cuda_peak(network: nn.Module, x: Tensor) -> int:
-    """Bytes of weights and activations at their highest, the input not counted."""
-    network.to(x.device)
-    with torch.inference_mode():
-        network(x)  # libraries keep working memory from their first call on
-    network.cpu()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    network.to(x.device)
-    with torch.inference_mode():
-        network(x)
-    peak = torch.cuda.max_memory_allocated() - before
-    network.cpu()
-    return peak
-
-
-def onnx_rows(
-    found: Sequence[Subject], files: Mapping[str, Path], int8: Path | None,
-    memory: Mapping[Path, int | None], x: Tensor, *, device: str, threads: int, batch: int, seconds: float,
-) -> list[Row]:  # fmt: skip
-    """Every network in onnxruntime, given its file by name, and the quantised one of the pruned network."""
+def onnx_samples(paths: Sequence[Path], x: Tensor, device: str, threads: int, seconds: float) -> list[Samples]:
+    """Samples of every ONNX file; none where onnxruntime does not know the device."""
     import onnxruntime
 
     if device == "cuda" and "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
         return []
-    items = [(subject, ONNX, files[subject.name]) for subject in found]
-    if int8 is not None and device == "cpu":
-        items += [(subject, INT8, int8) for subject in found if subject.name == PRUNED]
-    samples = interleaved([_session(path, x, device, threads) for _, _, path in items], seconds)
-    return [
-        summarise(subject, runtime, part, device=device, threads=threads, batch=batch, bytes=path.stat().st_size,
-             memory=memory[path] if device == "cpu" else None)
-        for (subject, runtime, path), part in zip(items, samples, strict=True)
-    ]  # fmt: skip
+    return interleaved([_session(path, x, device, threads) for path in paths], seconds)
 
 
 def _session(path: Path, x: Tensor, device: str, threads: int) -> Call:

@@ -1,13 +1,235 @@
-"""Dense against extracted, measured: time, peak memory and bytes on disk, and what became of the saved FLOPs."""
+"""Speed of the dense against the extracted network: time, peak memory, bytes on disk, and time saved per FLOP saved."""
 
-from dllp.deploy.clock import interleaved
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dllp.api import Result
+from dllp.deploy.export import inputs, require_onnx
 from dllp.deploy.layers import LayerTime, holding_back, layers, torch_layers
-from dllp.deploy.measure import measure, measure_torch
-from dllp.deploy.rows import DENSE, INT8, ONNX, PRUNED, TORCH, Row, Subject, as_dict, compared, describe, headline
-from dllp.deploy.subjects import multiples, subjects
+from dllp.deploy.memory import peak_bytes
+from dllp.deploy.runtimes import (
+    INT8,
+    ONNX,
+    TORCH,
+    Samples,
+    Subject,
+    cuda_peak,
+    interleaved,
+    onnx_samples,
+    quantised,
+    torch_samples,
+    written,
+)
+from dllp.errors import ConfigError
+from dllp.structure.groups import FilterFn, chosen_again, discover
+from dllp.structure.padding import kept_units, padded, rounded
 
 __all__ = [
     "DENSE", "INT8", "ONNX", "PRUNED", "TORCH", "LayerTime", "Row", "Subject", "as_dict", "compared", "describe",
     "headline", "holding_back", "interleaved", "layers", "measure", "measure_torch", "multiples", "subjects",
-    "torch_layers",
+    "torch_layers", "torch_rows",
 ]  # fmt: skip
+DENSE, PRUNED = "dense", "pruned"
+
+
+# ---- networks
+
+
+def subjects(result: Result, shape: tuple[int, ...], *, particle: int = 0, round_to: int = 8) -> list[Subject]:
+    """Dense and pruned network of a run; with lost channels also both ways to multiples of `round_to`."""
+    if not 0 <= particle < len(result.particles):
+        raise ConfigError(f"there is no particle {particle + 1}: the run has {len(result.particles)}")
+    chosen = result.particles[particle]
+    # counted here: inputs of another shape than the run's cost something else
+    both = [
+        Subject(name, network, discover(network, inputs(2, shape), channels=False).flops.dense)
+        for name, network in ((DENSE, chosen.reference), (PRUNED, chosen.network))
+    ]
+    if not chosen.recipe:
+        return both
+    return [*both, *multiples(chosen.reference, chosen.recipe, shape, round_to, chosen_again(result.whole))]
+
+
+def multiples(
+    reference: nn.Module, recipe: Any, shape: tuple[int, ...], round_to: int, filter_fn: FilterFn | None = None
+) -> list[Subject]:
+    """The pruned network with dead channels added, and with the widths that `round_to` would have chosen.
+
+    `filter_fn` is that of the run.
+    """
+    if round_to < 1:
+        raise ConfigError(f"round_to = {round_to}: a positive number of channels is needed")
+    if round_to == 1:
+        return []
+    structure = discover(reference, inputs(2, shape), filter_fn=filter_fn)
+    keep = kept_units(reference, structure, recipe)
+    ways = {f"padded to {round_to}": padded, f"rounded to {round_to}": rounded}
+    return [Subject(f"{PRUNED}, {name}", *way(reference, structure, keep, round_to)) for name, way in ways.items()]
+
+
+# ---- rows
+
+
+@dataclass(frozen=True)
+class Row:
+    """One network in one setting.
+
+    Attributes:
+        network, runtime, device, threads, batch: The setting; int8 is a runtime of its own.
+        median, low, high: Seconds of one batch: median and quartiles of `samples` interleaved samples.
+        cpu: Median CPU seconds of one batch, all threads of the process: on a busy machine the steadier figure.
+        macs, bytes, memory: Multiply-accumulates of one example, bytes on disk, peak bytes of the inference.
+        speedup: The dense network's median over this one's, same setting (int8: against onnxruntime's floats).
+        share: Fraction of the time saved over fraction of the FLOPs saved: 1 where every FLOP became time.
+    """
+
+    network: str
+    runtime: str
+    device: str
+    threads: int
+    batch: int
+    median: float
+    low: float
+    high: float
+    samples: int
+    cpu: float
+    macs: float
+    bytes: int
+    memory: int | None = None
+    speedup: float | None = None
+    share: float | None = None
+
+    @property
+    def throughput(self) -> float:
+        """Examples in a second."""
+        return self.batch / self.median
+
+
+def compared(rows: Sequence[Row]) -> list[Row]:
+    """The rows with their gain over the dense network of the same setting."""
+    dense = {(r.runtime, r.device, r.threads, r.batch): r for r in rows if r.network == DENSE}
+    result = []
+    for row in rows:
+        base = dense.get((ONNX if row.runtime == INT8 else row.runtime, row.device, row.threads, row.batch))
+        if base is not None and row.network != DENSE:
+            saved = 1 - row.macs / base.macs
+            share = (1 - row.median / base.median) / saved if saved > 0 and row.runtime != INT8 else None
+            row = replace(row, speedup=base.median / row.median, share=share)
+        result.append(row)
+    return result
+
+
+def as_dict(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Plain values, ready for JSON."""
+    return [asdict(row) | {"throughput": row.throughput} for row in rows]
+
+
+def describe(row: Row) -> str:
+    """A setting in words."""
+    threads = f", {row.threads} thread{'s' * (row.threads > 1)}" if row.device == "cpu" else ""
+    return f"{row.runtime}, {row.device}{threads}, batch {row.batch}"
+
+
+def headline(rows: Sequence[Row]) -> Row | None:
+    """The row to quote: the pruned network in the largest batch on the fewest threads.
+
+    In onnxruntime where that was measured: the layers are timed there, too, and both must fit.
+    """
+    found = [row for row in rows if row.network == PRUNED and row.speedup is not None and row.runtime != INT8]
+    return min(found, key=lambda row: (row.device != "cpu", row.threads, -row.batch, row.runtime != ONNX), default=None)
+
+
+# ---- measurement
+
+
+def measure(
+    found: Sequence[Subject],
+    shape: tuple[int, ...],
+    *,
+    batches: Sequence[int] = (1, 64),
+    threads: Sequence[int] | None = None,
+    seconds: float = 5.0,
+    cuda: bool | None = None,
+    int8: bool = True,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Row]:
+    """Time every network in every setting; the networks of one setting take turns, so that all see the same machine.
+
+    Args:
+        found: The networks, the dense one first.
+        shape: Of one input, without the batch.
+        batches: Batch sizes.
+        threads: Numbers of CPU threads; by default 1 and all.
+        seconds: How long one setting is measured for.
+        cuda: Measure on CUDA too; by default where there is one.
+        int8: Add onnxruntime's static quantisation of the pruned network.
+        progress: Called with the name of each setting before it is measured.
+    """
+    require_onnx()
+    if not batches or min(batches) < 1:
+        raise ConfigError("batch sizes must be positive: for example --batch 1 64")
+    every = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cuda = torch.cuda.is_available() if cuda is None else cuda
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        progress("exporting")
+        paths = {subject.name: written(subject, shape, Path(folder), i) for i, subject in enumerate(found)}
+        graphs = [(subject, ONNX, paths[subject.name][ONNX]) for subject in found]
+        if int8:
+            graphs += [(s, INT8, quantised(paths[PRUNED][ONNX], shape)) for s in found if s.name == PRUNED]
+        largest = (max(batches), *shape)
+        peaks = {name: peak_bytes(each[TORCH], largest) for name, each in paths.items()}
+        graph_peaks = {path: peak_bytes(path, largest) for _, _, path in graphs}
+        disk = {name: each[TORCH].with_suffix(".safetensors").stat().st_size for name, each in paths.items()}
+        for device in ("cpu", "cuda") if cuda else ("cpu",):
+            here = [graph for graph in graphs if device == "cpu" or graph[1] == ONNX]
+            for count in sorted(set(threads or (1, every))) if device == "cpu" else (1,):
+                for batch in batches:
+                    progress(f"{device}, {count} threads, batch {batch}")
+                    x = inputs(batch, shape)
+                    rows += torch_rows(found, disk, peaks, x.to(device), threads=count, seconds=seconds)
+                    samples = onnx_samples([path for _, _, path in here], x, device, count, seconds)
+                    setting: dict[str, Any] = dict(device=device, threads=count, batch=batch)
+                    for (subject, runtime, path), part in zip(here, samples, strict=False):
+                        peak = graph_peaks[path] if device == "cpu" else None
+                        rows.append(_row(subject, runtime, part, path.stat().st_size, peak, **setting))
+    return compared(rows)
+
+
+def measure_torch(
+    found: Sequence[Subject], shape: tuple[int, ...], *, batches: Sequence[int] = (1, 64), seconds: float = 0.3
+) -> list[Row]:
+    """A brief measurement that needs no extra: PyTorch on one thread, bytes of the weights, no peak memory."""
+    disk = {s.name: sum(value.nbytes for value in s.network.state_dict().values()) for s in found}
+    parts = [torch_rows(found, disk, {}, inputs(batch, shape), seconds=seconds, fewest=3) for batch in batches]
+    return compared([row for part in parts for row in part])
+
+
+def torch_rows(
+    found: Sequence[Subject], disk: Mapping[str, int], memory: Mapping[str, int | None], x: Tensor, *,
+    seconds: float, threads: int = 1, fewest: int | None = None,
+) -> list[Row]:  # fmt: skip
+    """Every network in PyTorch on the inputs' device, given bytes on disk and peak memory on a CPU by name."""
+    peaks = [cuda_peak(s.network, x) if x.is_cuda else memory.get(s.name) for s in found]
+    samples = torch_samples([subject.network for subject in found], x, threads, seconds, fewest)
+    setting: dict[str, Any] = dict(device=x.device.type, threads=threads, batch=len(x))
+    rows = zip(found, samples, peaks, strict=True)
+    return [_row(subject, TORCH, part, disk[subject.name], peak, **setting) for subject, part, peak in rows]
+
+
+def _row(subject: Subject, runtime: str, samples: Samples, disk: int, memory: int | None, **setting: Any) -> Row:
+    """Median and quartiles of a network's samples."""
+    passed, worked = np.asarray(samples).T
+    low, median, high = (float(v) for v in np.quantile(passed, (0.25, 0.5, 0.75)))
+    times = dict(median=median, low=low, high=high, cpu=float(np.median(worked)), samples=len(samples))
+    return Row(subject.name, runtime, macs=subject.macs, bytes=disk, memory=memory, **times, **setting)

@@ -99,7 +99,7 @@ def test_posterior_of_a_regression() -> None:
     networks: list[nn.Module] = [nn.Linear(3, 2), nn.Linear(3, 2)]
     noise = torch.tensor([0.5, 0.3])
     x = torch.randn(4, 3)
-    mean, aleatoric, epistemic = export.Together(networks, noise, "regression")(x)
+    mean, aleatoric, epistemic = export.Ensemble(networks, noise, "regression")(x)
     expected = dllp.posterior.Posterior(networks, noise, "regression").predict(x)
     torch.testing.assert_close(mean, expected.mean)
     torch.testing.assert_close(aleatoric, expected.aleatoric)

@@ -96,9 +96,6 @@ def test_mistakes_are_one_line(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"particle": "1"}, "particle = '1': a whole number from 0"),
-        ({"particle": 1.0}, "particle = 1.0: a whole number from 0"),
-        ({"particle": True}, "particle = True: a whole number from 0"),
         ({"particle": -1}, "there is no particle 0"),
         ({"pad_to": "8"}, "pad_to = '8': a whole number is needed"),
         ({"pad_to": 1.5}, "pad_to = 1.5: a whole number is needed"),
@@ -107,7 +104,6 @@ def test_mistakes_are_one_line(
         ({"shape": (0, 3)}, "shape = (0, 3): positive"),
         ({"shape": ("1", "8", "8")}, "shape = ('1', '8', '8'): positive"),
         ({"shape": torch.zeros(99, 3)}, "shape = tensor([["),
-        ({"shape": (10**12, 10**12)}, "is too large"),
         ({"path": 3}, "3 is no name of a file"),
         ({"path": "a\0b"}, r"the name a\x00b has a NUL byte"),
         ({"path": 300 * "a"}, "is too long"),
@@ -135,7 +131,7 @@ def test_network_that_fixes_its_batch_is_refused(tmp_path: Path) -> None:
             return x.view(2, 4) if x.sum() > 0 else x
 
     with pytest.raises(ExportError, match="cannot be traced"):
-        export.write(Fixed(), tmp_path / "a.pt2", torch.ones(2, 4), ("output",), "pt2")
+        export.write(Fixed(), tmp_path / "a.pt2", torch.ones(2, 4), "pt2")
 
 
 class Recurrent(nn.Module):
@@ -174,9 +170,9 @@ def test_the_exporter_says_nothing_itself(
 ) -> None:
     """Neither of a network that it takes, warnings being errors here, nor of one whose graph it would print."""
     level = logging.root.manager.disable
-    export.write(Recurrent().eval(), tmp_path / "a", torch.ones(2, 5, 4), ("output",), format)
+    export.write(Recurrent().eval(), tmp_path / "a", torch.ones(2, 5, 4), format)
     with pytest.raises(ExportError, match="cannot be traced with a dynamic batch"):
-        export.write(Choosing(), tmp_path / "b", torch.ones(2, 4), ("output",), format)
+        export.write(Choosing(), tmp_path / "b", torch.ones(2, 4), format)
     assert capfd.readouterr() == ("", "") and logging.root.manager.disable == level
 
 
@@ -207,7 +203,7 @@ def test_what_the_exporter_cannot_write_is_not_the_networks_fault(monkeypatch: p
     program = export.trace(nn.Linear(3, 2), torch.ones(2, 3))
     monkeypatch.setattr(torch.onnx, "export", full)
     with pytest.raises(ExportError, match=r"^the exporter cannot write: No space left on device"):
-        export.packed(program, ("output",), "onnx")
+        export.packed(program, "onnx")
 
 
 def test_wrong_file_is_not_written(result: dllp.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

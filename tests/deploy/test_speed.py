@@ -14,10 +14,9 @@ from torch import nn
 import dllp
 from dllp.cli import progress
 from dllp.cli.main import main
-from dllp.deploy import clock, memory, speed
+from dllp.deploy import memory, runtimes, speed
 from dllp.deploy.export import inputs, write
 from dllp.deploy.layers import CONVOLUTIONS, _convolutions, _kernel_places, _kernel_times, _plain_name, _profile
-from dllp.deploy.runtimes import torch_rows
 from dllp.errors import ArtifactError, ConfigError
 from dllp.structure.groups import discover
 from dllp.zoo import build
@@ -29,8 +28,8 @@ SHAPE = (1, 8, 8)
 @pytest.fixture(autouse=True)
 def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three single calls for each network: what they take does not matter here."""
-    monkeypatch.setattr(clock, "SAMPLE", 0.0)
-    monkeypatch.setattr(clock, "FEWEST", 3)
+    monkeypatch.setattr(runtimes, "SAMPLE", 0.0)
+    monkeypatch.setattr(runtimes, "FEWEST", 3)
 
 
 @pytest.fixture
@@ -66,7 +65,7 @@ def test_command_measures_every_setting(run: Path, tmp_path: Path, capsys: pytes
     assert any(r["runtime"] == speed.INT8 for r in rows)
     peaks = {(r["network"], r["runtime"]): r["memory"] for r in rows if r["device"] == "cpu"}
     assert len(peaks) == 9 and all(peak is not None and peak > 0 for peak in peaks.values() if memory_is_read())
-    assert all(0 < r["low"] <= r["median"] <= r["high"] and r["samples"] >= clock.FEWEST for r in rows)
+    assert all(0 < r["low"] <= r["median"] <= r["high"] and r["samples"] >= runtimes.FEWEST for r in rows)
     assert all(r["throughput"] == pytest.approx(r["batch"] / r["median"]) for r in rows)
     assert report["environment"]["onnxruntime"] and [layer["layer"] for layer in report["layers"]]
 
@@ -87,7 +86,7 @@ def test_share_of_the_flops_that_became_time() -> None:
 def test_calls_take_turns() -> None:
     order: list[str] = []
     samples = speed.interleaved([lambda: order.append("a"), lambda: order.append("b")], 0)
-    assert [len(part) for part in samples] == [clock.FEWEST] * 2
+    assert [len(part) for part in samples] == [runtimes.FEWEST] * 2
     assert "".join(order) == "aabb" + "abbaab"  # two calls of each to warm up, then rounds there and back
 
 
@@ -128,7 +127,7 @@ def test_a_full_disk_is_one_line(
     run: Path, result: dllp.Result, tmp_path: Path, capfd: pytest.CaptureFixture[str], limited: Callable[[int], None]
 ) -> None:
     path = tmp_path / "model.onnx"
-    write(result.model, path, inputs(2, SHAPE), ("output",), "onnx")
+    write(result.model, path, inputs(2, SHAPE), "onnx")
     limited(1000)
     with pytest.raises(ArtifactError, match=r"cannot write .*model.*json: it is cut off"):
         _kernel_times(path, inputs(2, SHAPE), 10)
@@ -164,7 +163,7 @@ class Branches(nn.Module):
 
 def test_times_go_to_the_layer_whose_kernel_took_them(tmp_path: Path) -> None:
     network, path = Branches().eval(), tmp_path / "model.onnx"
-    write(network, path, inputs(2, SHAPE), ("output",), "onnx")
+    write(network, path, inputs(2, SHAPE), "onnx")
     names, places = [name for name, _ in _convolutions(network, SHAPE)], _kernel_places(path)
     found = {}
     for event in _profile(path, inputs(2, SHAPE), 1):
@@ -218,7 +217,7 @@ def test_peak_memory_grows_with_the_batch(tmp_path: Path, format: str) -> None:
         pytest.skip("peak memory is read from Linux's /proc")
     network = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1))
     path = tmp_path / f"a.{format}"
-    write(network, path, inputs(2, (3, 32, 32)), ("output",), format)  # type: ignore[arg-type]
+    write(network, path, inputs(2, (3, 32, 32)), format)  # type: ignore[arg-type]
     small, large = (memory.peak_bytes(path, (batch, 3, 32, 32)) for batch in (1, 256))
     activations = 255 * 64 * 32 * 32 * 4
     assert small is not None and large is not None and large - small >= 0.9 * activations
@@ -256,8 +255,8 @@ def test_on_cuda_networks_stay_as_they_were_and_memory_is_their_own() -> None:
     """Weights can still be trained and exported, and no library's working memory is counted."""
     network = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 10)).eval()
     found = [speed.Subject(name, network, 1.0) for name in (speed.DENSE, speed.PRUNED)]
-    setting = {"device": "cuda", "threads": 1, "batch": 4, "seconds": 0.01}
-    rows = torch_rows(found, dict.fromkeys((speed.DENSE, speed.PRUNED), 1), {}, inputs(4, SHAPE), **setting)
+    disk = dict.fromkeys((speed.DENSE, speed.PRUNED), 1)
+    rows = speed.torch_rows(found, disk, {}, inputs(4, SHAPE).cuda(), seconds=0.01)
     assert all(parameter.device.type == "cpu" and not parameter.is_inference() for parameter in network.parameters())
     weights = sum(parameter.nbytes for parameter in network.parameters())
     assert all(row.memory is not None and weights <= row.memory < 2**20 for row in rows)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dllp
 from dllp.deploy.export import export
-from dllp.deploy.subjects import subjects
+from dllp.deploy.speed import subjects
 from dllp.structure.groups import discover
 from tests.support.foreign import CLASSES, run, stack
 from tests.support.networks import Head, conv_bn, images, shuffle
