@@ -1,4 +1,4 @@
-"""Predictions of all particles together: identities, regression, and what they cost."""
+"""Predictions of the ensemble: identities, regression, cost, and mistakes."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import importlib.util
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,17 +57,16 @@ class Exported:
 
 
 class Pixels(nn.Module):
-    """uint8 images (B, C, ...) -> the network's outputs, with the normalisation of its training inside."""
+    """uint8 images (B, C, H, W) -> the network's outputs, with the normalisation of its training inside."""
 
     shift: Tensor
     scale: Tensor
 
-    def __init__(self, network: nn.Module, mean: tuple[float, ...], std: tuple[float, ...], dims: int) -> None:
+    def __init__(self, network: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
         self.network = network
-        shape = (1, -1) + (1,) * (dims - 2)
-        self.register_buffer("shift", torch.tensor(mean, dtype=torch.float32).view(shape) * 255)
-        self.register_buffer("scale", 1 / (torch.tensor(std, dtype=torch.float32).view(shape) * 255))
+        self.register_buffer("shift", torch.tensor(mean, dtype=torch.float32).view(1, -1, 1, 1) * 255)
+        self.register_buffer("scale", 1 / (torch.tensor(std, dtype=torch.float32).view(1, -1, 1, 1) * 255))
 
     def forward(self, x: Tensor) -> Any:
         return self.network((x.float() - self.shift) * self.scale)
@@ -188,10 +187,9 @@ def _assembled(
     known = result.info.get("data", {})
     if known.get("dtype", "uint8") != "uint8" or len(shape) != 3:
         raise ConfigError("the run was not trained on uint8 images: export it without --uint8")
-    mean, std = known.get("mean"), known.get("std")
     if "mean" not in known:
         raise ConfigError("the run does not say how its images were normalised: export it without --uint8")
-    return Pixels(whole, tuple(mean or (0.0,)), tuple(std or (1.0,)), len(shape) + 1).eval()
+    return Pixels(whole, known["mean"] or [0.0], known.get("std") or [1.0]).eval()
 
 
 def _head(result: Result) -> bool:

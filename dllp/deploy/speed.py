@@ -14,29 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from dllp.api import Result
+from dllp.deploy import runtimes
 from dllp.deploy.export import inputs, require_onnx
 from dllp.deploy.layers import LayerTime, holding_back, layers, torch_layers
 from dllp.deploy.memory import peak_bytes
-from dllp.deploy.runtimes import (
-    INT8,
-    ONNX,
-    TORCH,
-    Samples,
-    Subject,
-    cuda_peak,
-    interleaved,
-    onnx_samples,
-    quantised,
-    torch_samples,
-    written,
-)
+from dllp.deploy.runtimes import INT8, ONNX, TORCH, Samples, Subject
 from dllp.errors import ConfigError
 from dllp.structure.groups import FilterFn, chosen_again, discover
 from dllp.structure.padding import kept_units, padded, rounded
 
 __all__ = [
     "DENSE", "INT8", "ONNX", "PRUNED", "TORCH", "LayerTime", "Row", "Subject", "as_dict", "compared", "describe",
-    "headline", "holding_back", "interleaved", "layers", "measure", "measure_torch", "multiples", "subjects",
+    "headline", "holding_back", "layers", "measure", "measure_torch", "multiples", "subjects",
     "torch_layers", "torch_rows",
 ]  # fmt: skip
 DENSE, PRUNED = "dense", "pruned"
@@ -183,10 +172,10 @@ def measure(
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         progress("exporting")
-        paths = {subject.name: written(subject, shape, Path(folder), i) for i, subject in enumerate(found)}
+        paths = {subject.name: runtimes.written(subject, shape, Path(folder), i) for i, subject in enumerate(found)}
         graphs = [(subject, ONNX, paths[subject.name][ONNX]) for subject in found]
         if int8:
-            graphs += [(s, INT8, quantised(paths[PRUNED][ONNX], shape)) for s in found if s.name == PRUNED]
+            graphs += [(s, INT8, runtimes.quantised(paths[PRUNED][ONNX], shape)) for s in found if s.name == PRUNED]
         largest = (max(batches), *shape)
         peaks = {name: peak_bytes(each[TORCH], largest) for name, each in paths.items()}
         graph_peaks = {path: peak_bytes(path, largest) for _, _, path in graphs}
@@ -198,7 +187,7 @@ def measure(
                     progress(f"{device}, {count} threads, batch {batch}")
                     x = inputs(batch, shape)
                     rows += torch_rows(found, disk, peaks, x.to(device), threads=count, seconds=seconds)
-                    samples = onnx_samples([path for _, _, path in here], x, device, count, seconds)
+                    samples = runtimes.onnx_samples([path for _, _, path in here], x, device, count, seconds)
                     setting: dict[str, Any] = dict(device=device, threads=count, batch=batch)
                     for (subject, runtime, path), part in zip(here, samples, strict=False):
                         peak = graph_peaks[path] if device == "cpu" else None
@@ -220,8 +209,8 @@ def torch_rows(
     seconds: float, threads: int = 1, fewest: int | None = None,
 ) -> list[Row]:  # fmt: skip
     """Every network in PyTorch on the inputs' device, given bytes on disk and peak memory on a CPU by name."""
-    peaks = [cuda_peak(s.network, x) if x.is_cuda else memory.get(s.name) for s in found]
-    samples = torch_samples([subject.network for subject in found], x, threads, seconds, fewest)
+    peaks = [runtimes.cuda_peak(s.network, x) if x.is_cuda else memory.get(s.name) for s in found]
+    samples = runtimes.torch_samples([subject.network for subject in found], x, threads, seconds, fewest)
     setting: dict[str, Any] = dict(device=x.device.type, threads=threads, batch=len(x))
     rows = zip(found, samples, peaks, strict=True)
     return [_row(subject, TORCH, part, disk[subject.name], peak, **setting) for subject, part, peak in rows]

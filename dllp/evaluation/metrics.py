@@ -10,6 +10,7 @@ from torch import Tensor
 from dllp.errors import DataError
 
 BINS = 15
+TEMPERATURES = 1e-2, 1e2
 SMALLEST = 1e-38
 """Probabilities below this count as this, so that one underflow does not make a mean infinite."""
 
@@ -122,8 +123,8 @@ def disagreement(members: Tensor) -> float:
     return float(torch.stack(pairs).mean()) if pairs else 0.0
 
 
-def fit_temperature(logits: Tensor, labels: Tensor, bounds: tuple[float, float] = (1e-2, 1e2)) -> float:
-    """The T in `bounds` with the least NLL of softmax(logits / T); log-probabilities serve as logits.
+def fit_temperature(logits: Tensor, labels: Tensor) -> float:
+    """The T in :data:`TEMPERATURES` with the least NLL of softmax(logits / T); log-probabilities serve as logits.
 
     One label that is any class with equal chance counts beside the N real ones. Without it, labels that are all as
     predicted would ask for T = 0, and one error among other data would then cost any amount; on thousands of labels
@@ -132,7 +133,7 @@ def fit_temperature(logits: Tensor, labels: Tensor, bounds: tuple[float, float] 
     z, y = _checked(logits, labels)
     z = _bounded(z)
     mean_true = (z[torch.arange(len(y)), y].sum() + z.mean()) / (len(y) + 1)
-    low, high = (math.log(1 / b) for b in reversed(bounds))
+    low, high = (math.log(1 / b) for b in reversed(TEMPERATURES))
     for _ in range(60):
         middle = (low + high) / 2
         slope = ((z * math.exp(middle)).softmax(1) * z).sum(1).mean() - mean_true
@@ -146,10 +147,8 @@ def _bounded(logits: Tensor) -> Tensor:
 
 
 def nll_after_temperature(logits: Tensor, labels: Tensor, seed: int = 0) -> float:
-    """NLL with the temperature fitted on a random half and applied to the other, mean of both ways."""
+    """NLL with the temperature fitted on a random half and applied to the other, mean of both ways; B at least 2."""
     z, y = _checked(logits, labels)
-    if len(y) < 2:
-        raise DataError("temperature scaling needs at least two labelled inputs: one to fit, one to measure")
     z = _bounded(z)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
     first, second = order[: len(y) // 2], order[len(y) // 2 :]
@@ -185,8 +184,6 @@ def rmse(prediction: Tensor, target: Tensor) -> float:
 def gaussian_nll(mean: Tensor, variance: Tensor | float, target: Tensor) -> float:
     """Mean negative log density of `target` under N(mean, variance), constant included."""
     v = torch.as_tensor(variance, dtype=torch.float64).cpu()
-    if not bool((v > 0).all()):
-        raise DataError("the predictive variance has entries that are not positive: the density is undefined there")
     return float(0.5 * (_same(mean, target).square() / v + (2 * math.pi * v).log()).mean())
 
 

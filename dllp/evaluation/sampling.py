@@ -1,13 +1,12 @@
-"""Predictions with gates drawn from what a run believes of them, in place of the decided ones.
+"""Predictions with gates drawn by their probabilities, in place of the decided ones.
 
 A run's gates are probabilities until they are decided. Drawing them anew, z ~ Bernoulli(theta) or relaxed at a
-temperature, and multiplying M_0 by them gives more members of the posterior: what was undecided shows as doubt.
+temperature, and multiplying M_0 by them gives more members of the posterior: undecided gates show as uncertainty.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 
 import torch
 from torch import Tensor, nn
@@ -29,16 +28,14 @@ def sample_gates(
 
     Args:
         result: A run with gates, of single weights or of channels.
-        example: One batch of inputs (B, ...): the network is traced with it to find what a channel's gate rules.
+        example: One batch of inputs (B, ...), with which the network is traced to find each channel gate's weights.
         draws: Networks for each particle.
         temperature: 0 draws gates of 0 and 1; above, soft gates as training has them.
         seed: Fixes the draws.
     """
-    if not isinstance(example, Tensor) or not example.ndim:
-        raise DataError(f"an example of type {type(example).__name__}: give a tensor of (examples, ...)")
     check_count(draws=draws)
-    if not isinstance(temperature, (int, float)) or not 0 <= temperature < math.inf:
-        raise ConfigError(f"temperature = {temperature!r:.60}: 0 or a positive number is needed")
+    if temperature < 0:
+        raise ConfigError(f"temperature = {temperature}: 0 or a positive number is needed")
     if "method" in result.info:
         raise ConfigError(
             f"the gates of {result.info['method']} were not learned: there are no probabilities to draw by"

@@ -1,4 +1,4 @@
-"""What a run did to its weights: before pruning, the kept part and the removed part, layer by layer and together."""
+"""Distribution of a run's weights before pruning, of the kept and of the removed ones: by layer and pooled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dllp.api import Result
-from dllp.errors import ArtifactError, ConfigError, is_whole
+from dllp.errors import ArtifactError, ConfigError
 from dllp.method import weight_laws
 from dllp.records import ExtractedParticle
 from dllp.structure.slicing import kept_indices
@@ -31,11 +31,9 @@ def analyze(result: Result, particle: int = 0, dense: nn.Module | None = None) -
 
     Args:
         result: A run.
-        particle: Which one, from 0.
+        particle: Its index, from 0.
         dense: The network whose standardised weights are the reference; by default the particle's own M_0.
     """
-    if not is_whole(particle):
-        raise ConfigError(f"particle = {particle!r:.60}: a whole number is needed, 0 for the first")
     if not 0 <= particle < len(result.particles):
         raise ConfigError(f"the run has no particle {particle + 1}: choose from 1 to {len(result.particles)}")
     chosen = result.particles[particle]
@@ -48,7 +46,7 @@ def analyze(result: Result, particle: int = 0, dense: nn.Module | None = None) -
 
 
 def record(result: Result) -> dict[str, Any]:
-    """What a results file keeps: the study of the first particle, of the others the kept weights' figures only.
+    """The entry of a results file: the study of the first particle, of the others the statistics of kept weights only.
 
     Of all of them a sample of the kept weights, for later tests.
     """
@@ -105,7 +103,7 @@ def _parts(before: Array, kept: Array, mask: NDArray[np.bool_]) -> dict[str, Arr
 
 
 def study(parts: Mapping[str, Mapping[str, Array]], reference: Mapping[str, Array]) -> dict[str, Any]:
-    """Layer -> part -> (m,) weights, and the reference's -> figures, densities, and both for all layers together."""
+    """Layer -> part -> (m,) weights, and the reference's -> statistics and densities, by layer and pooled."""
     pooled = {part: weight_laws.pooled([layer[part] for layer in parts.values()]) for part in PARTS}
     known = [reference[name] for name in parts if name in reference]
     everything = {**parts, WHOLE: pooled}
@@ -139,7 +137,7 @@ WIDTH = 80
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """The report's figures as a table; all layers together come first, standardised. A name has its own line."""
+    """The report's statistics as a table; all layers pooled come first, standardised. A name has its own line."""
     named = {WHOLE: report[WHOLE], **report["layers"]}
     rows = {name: [_row(part, shapes[part]) for part in PARTS if shapes[part]] for name, shapes in named.items()}
     tops = [list(line) for line in zip(*(f"{head}\n".split("\n")[:2] for head in HEADERS.values()), strict=True)]

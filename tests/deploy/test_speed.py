@@ -85,7 +85,7 @@ def test_share_of_the_flops_that_became_time() -> None:
 
 def test_calls_take_turns() -> None:
     order: list[str] = []
-    samples = speed.interleaved([lambda: order.append("a"), lambda: order.append("b")], 0)
+    samples = runtimes.interleaved([lambda: order.append("a"), lambda: order.append("b")], 0)
     assert [len(part) for part in samples] == [runtimes.FEWEST] * 2
     assert "".join(order) == "aabb" + "abbaab"  # two calls of each to warm up, then rounds there and back
 

@@ -41,7 +41,7 @@ def run() -> dllp.Result:
     return dllp.prune(convolutions(), images(), dllp.Config(keep_flops=0.6, epochs=2, batch_size=20, device="cpu"))
 
 
-def test_rows_are_dense_each_particle_and_all_together(run: dllp.Result) -> None:
+def test_rows_are_dense_each_particle_and_the_ensemble(run: dllp.Result) -> None:
     data = images()
     dense = Posterior([convolutions().eval()], torch.tensor([torch.nan]))
     rows = evaluate.measure(run, data, dense, disk=DISK).rows
@@ -153,7 +153,7 @@ def test_certain_networks_that_are_always_right_are_fully_efficient() -> None:
     assert [figures[name] for name in ("s2", "a2", "b2", "efficiency")] == [0, 0, 0, 1]
 
 
-def test_inputs_from_elsewhere_are_told_apart(run: dllp.Result) -> None:
+def test_out_of_distribution_inputs_are_told_apart(run: dllp.Result) -> None:
     data = images()
     dark = ood.unlabelled(data, torch.zeros(20, 1, 8, 8, dtype=torch.uint8))
     rows = evaluate.measure(run, data, ood={"dark": dark, "same": data}).rows
