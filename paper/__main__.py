@@ -1,38 +1,86 @@
-"""`python -m paper NAME`: the command `dllp bench` where jsonargparse and rich are not installed."""
+"""`python -m paper NAME`, and the options of `dllp bench NAME`, which is the same with progress on the terminal.
+
+Needs neither rich nor yaml.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Literal
 
+from dllp.cli.parser import Parser, add, add_fields
+from dllp.config import Config
 from dllp.errors import DllpError, Interrupted
-from paper.command import LAUNCHERS, execute
+from dllp.runs.settings import Task
+from paper.command import RESULTS, execute
 from paper.launch import KEPT
 from paper.tables import TABLES
 
+ABOUT = "Run what a table of the paper still lacks, and write the table from everything that is finished."
+EXAMPLES = """Results lie in DIR/NAME: runs.jsonl (a line for each finished job), summary.json, table.md,
+and test probabilities. Finished jobs are never run again: the same command goes on where it was interrupted.
 
-def options() -> argparse.ArgumentParser:
-    """The options of `dllp bench`, in plain Python."""
-    parser = argparse.ArgumentParser(prog="python -m paper", argument_default=argparse.SUPPRESS)
-    parser.add_argument("name", help=", ".join(TABLES))
-    parser.add_argument("--seeds", type=int, nargs="+")
-    for name in ("--rows", "--set"):
-        parser.add_argument(name, nargs="+")
-    for name in ("--out", "--data", "--data-root", "--device", "--precision", "--shard", "--address", "--max-bad"):
-        parser.add_argument(name)
-    parser.add_argument("--launcher", choices=tuple(LAUNCHERS))
-    for name in ("--epochs", "--validation", "--image-size", "--workers", "--jobs", "--cpus"):
-        parser.add_argument(name, type=int)
-    for name in ("--list", "--summary-only", "--recompute", "--quiet"):
-        parser.add_argument(name, action="store_true")
-    return parser
+examples:
+  dllp bench table1 --data-root data
+      every row with its own number of seeds (five for the headline, three elsewhere)
+  dllp bench table1 --rows dense 'dllp-channel-*' --seeds 0 1 2 --list
+      what would be run, and what is finished
+  dllp bench table2 --shard 1/2 & dllp bench table2 --shard 2/2; wait
+      two processes share the work
+  dllp bench table2 --launcher local --jobs 4
+      four processes that take the next job when they are free
+  dllp bench table2 --launcher ray --address head:6379
+      the nodes of a Ray cluster, a GPU for each job; jobs of a lost node go to others; pip install 'dllp[ray]'
+  dllp bench table3 --data imagenet --image-size 224 --out results-imagenet
+      ResNet-50 on a folder of your own, train/<class>/*.jpg and val/<class>/*.jpg, streamed where it is large
+  dllp bench figure3; dllp bench figure4; dllp bench reliability
+      how uncertain pruned networks are; runs that another bench has finished are taken over
+  dllp bench table1 --validation 5000 --epochs 20 --rows dllp-channel-55 --seeds 0
+      a choice of hyperparameters: trained on 45,000 images, evaluated on the 5,000 others, in a folder of its own
+  dllp bench table1 --validation 5000 --epochs 30 --rows 'tuned-slimming-*' --set network=resnet20 strength=1e-5
+      the same with another network, and another strength than the method's own"""
+
+
+def add_options(parser: Parser) -> None:
+    """Add the options of one bench; those that are not given leave no trace."""
+    parser.usage, parser.description, parser.epilog = "dllp bench NAME [options]", ABOUT, EXAMPLES
+    parser.argument_default = argparse.SUPPRESS
+    parser.add_argument("name", metavar="NAME", help=f"{', '.join(TABLES)}.")
+    add(parser, "--seeds", int, "Seeds, instead of each row's own.", nargs="+")
+    add(parser, "--rows", str, "Rows to run, by name or pattern.", nargs="+", metavar="ROW")
+    add(parser, "--out", str, f"Folder of all results. (default: {RESULTS})", metavar="DIR")
+    text = "Folder of images for table3: class folders or tar shards, of any size."
+    add(parser, "--data", str, text, metavar="FOLDER")
+    add_fields(parser, Task, ("data_root", "image_size", "workers", "max_bad"), prefix="")
+    add_fields(parser, Config, ("device", "recompute"), prefix="")
+    text = "float32, or bfloat16 with float32 master weights. (default: bfloat16 on CUDA)"
+    add(parser, "--precision", Literal["float32", "bfloat16"], text)
+    add(parser, "--epochs", int, "Epochs of a quick try, in a folder of its own.")
+    text = "Training images to hold out and evaluate on instead of the test set, in a folder of its own."
+    add(parser, "--validation", int, text)
+    text = "Settings instead of the recipe's, or of a method's own, in a folder of its own."
+    add(parser, "--set", str, text, nargs="+", metavar="NAME=VALUE")
+    add(parser, "--shard", str, "Run the I-th of N shares of the jobs.", metavar="I/N")
+    text = "Where jobs run: worker processes of this machine, or a Ray cluster. (default: this process, one by one)"
+    add(parser, "--launcher", Literal["local", "ray"], text)
+    text = "Jobs at once. (default: one for each CUDA device, or 2; on Ray as many as the cluster holds)"
+    add(parser, "--jobs", int, text)
+    text = "Head of the Ray cluster: HOST:PORT, auto, or local. (default: $RAY_ADDRESS, or a Ray of its own)"
+    add(parser, "--address", str, text)
+    add(parser, "--cpus", int, "Processors for each job on Ray. (default: 1)")
+    parser.add_argument("--list", action="store_true", help="Print the jobs and what is finished, and run nothing.")
+    parser.add_argument("--summary-only", action="store_true", help="Write the table again, and run nothing.")
+    parser.add_argument("--quiet", action="store_true", help="Print nothing but errors.")
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run one bench; returns 0, or with one line on standard error 2, or 130 and 143 after a signal to a launcher."""
+    parser = Parser(prog="python -m paper")
+    add_options(parser)
     try:
-        execute(vars(options().parse_args(words)))
+        execute(vars(parser.parse_args(words)))
     except DllpError as error:
         print("dllp:", " ".join(f"error: {error}".split()), file=sys.stderr)
         return 2

@@ -14,11 +14,10 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from dllp import data, files
-from dllp.cli import options
 from dllp.cli.main import main
 from dllp.data import images as pictures_of
 from dllp.errors import LONGEST, ArtifactError, ConfigError, DataError, DllpError
-from dllp.runs import artifacts
+from dllp.runs import artifacts, settings
 from paper.store import Store
 from tests.support.commands import FAST, npy, one_line, settle
 
@@ -96,7 +95,7 @@ def test_pipes_never_hang(copied: Path, tmp_path: Path) -> None:
     for name, read in (
         ("pipe.safetensors", artifacts.read_tensors),
         ("pipe.json", artifacts.read_json),
-        ("pipe.yaml", options.read),
+        ("pipe.yaml", settings.read),
     ):
         os.mkfifo(copied / name)
         with pytest.raises(DllpError, match=rf"{name}: it is no regular file"):
@@ -237,7 +236,7 @@ def test_booleans_and_weights_are_what_they_say(tmp_path: Path) -> None:
         ("lr: &a 0.1\nlr_end: *a", "an anchor or an alias"),
         ("epochs: [[[[3]]]]", "nested too deeply"),
         ("epochs: {a: 1}", "epochs must be a number"),
-        ("lr: '[0.1, 0.2]'", "neither a word nor a number"),
+        ("lr: '[0.1, 0.2]'", "expected a number"),
         ("epochs: 0x" + "f" * 40, "epochs must be a number"),
         ("model: \"a\\nb\"", "model must be a number, a word"),
         ("1: 2", "no name of a setting"),
@@ -250,7 +249,7 @@ def test_booleans_and_weights_are_what_they_say(tmp_path: Path) -> None:
 def test_settings_that_are_refused(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(ConfigError, match=words) as caught:
-        options.read(tmp_path / "a.yaml")
+        settings.read(tmp_path / "a.yaml")
     assert "a.yaml" in str(caught.value)
 
 

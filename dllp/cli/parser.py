@@ -1,38 +1,69 @@
-"""The words of a command line as a command and what was given for it."""
+"""The options of each command, and the words of a command line as a Namespace.
+
+Options for the fields of Task and Config are made from their annotations and explained by their docstrings. Loads no
+PyTorch: `dllp --help` is there at once.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
-from typing import Any
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+from importlib import import_module
+from typing import Any, Literal, NoReturn, get_args
 
-from dllp import files
-from dllp.cli.commands import COMMANDS
-from dllp.cli.fields import new_parser
-from dllp.cli.mistakes import plain
+from dllp import __version__
+from dllp.config import Config, types_of
 from dllp.errors import ConfigError
-from dllp.runs.pretrained import SUFFIXES
+from dllp.runs.settings import SUFFIXES, TASK, Task, convert, near
 
 ABOUT = "Neural networks made small by Bayesian pruning, with a posterior that says how far to trust what is left."
+NETWORKS = ("mlp", "resnet20", "resnet50", "resnet56", "small_cnn", "small_resnet", "vgg11_bn", "vgg16_bn")
+"""Names that `dllp.zoo` knows, which takes PyTorch to ask; a test holds both equal."""
+MAIN = ("keep_flops", "keep_params", "granularity", "particles", "epochs", "batch_size", "seed", "init", "device")
+"""Fields of Config that help shows first."""
+SUITED = ("epochs", "batch_size", "init", "task")
+"""Fields of Config whose default depends on data and network."""
+CHOSEN = "chosen."
+"""Start of the names that options for fields of Task and Config have until they are collected in `chosen`."""
+Group = Any
+"""A parser or a group of its options: argparse has no public type for both."""
 
 
-def parse(words: Iterable[str]) -> tuple[str, dict[str, Any]]:
-    """The command, and what the user gave for it; nothing that was not given."""
-    words = list(words)
-    for word in words:
-        files.check_name(word)
-    parser = new_parser(
-        ", ".join(COMMANDS), ABOUT, "`dllp COMMAND --help` explains a command and shows examples.", prog="dllp"
+class Parser(argparse.ArgumentParser):
+    """Mistakes are errors of one line that says where help is; examples keep their lines."""
+
+    def __init__(self, **options: Any) -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(formatter_class=formatter, allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """One command line: `command`, the command's own options by name, and `chosen`, given fields of Task and Config."""
+    parser = Parser(
+        prog="dllp", usage=f"dllp {', '.join(COMMANDS)} [options]", description=ABOUT,
+        epilog="`dllp COMMAND --help` explains a command and shows examples.",
+    )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"dllp {__version__}", help="Print version and exit.")
+    commands = parser.add_subparsers(
+        prog="dllp", title="commands", dest="command", metavar="COMMAND", required=True, parser_class=Parser
     )
-    commands = parser.add_subcommands(dest="command", metavar="COMMAND", title="commands")
-    for name, (command, about) in COMMANDS.items():
-        commands.add_subcommand(name, command(), help=about)
-    try:
-        given = parser.parse_args(_weights([_dashed(word) for word in words]), defaults=False)
-    except argparse.ArgumentError as error:
-        named = next((word for word in words if word in COMMANDS), "prune")
-        raise ConfigError(plain(str(error), named)) from None
-    return given["command"], vars(given[given["command"]])
+    for name, (line, add_options) in COMMANDS.items():
+        command = commands.add_parser(name, help=line)
+        if name in words[:1] or name != "bench":
+            add_options(command)
+    args, rest = parser.parse_known_args([_dashed(word) for word in words])
+    if rest:
+        raise ConfigError(_unexpected(rest, commands.choices, args.command))
+    given = vars(args)
+    args.chosen = {name.removeprefix(CHOSEN): given.pop(name) for name in [*given] if name.startswith(CHOSEN)}
+    if str(args.chosen.get("init")).endswith(SUFFIXES):
+        args.chosen["weights"] = args.chosen.pop("init")
+    return args
 
 
 def _dashed(word: str) -> str:
@@ -41,10 +72,274 @@ def _dashed(word: str) -> str:
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
-def _weights(words: list[str]) -> list[str]:
-    """--init FILE -> --weights FILE."""
-    for i, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name == "--init" and (value if equals else " ".join(words[i + 1 : i + 2])).endswith(SUFFIXES):
-            words[i] = "--weights" + equals + value
-    return words
+def _unexpected(words: Sequence[str], parsers: dict[str, Parser], command: str) -> str:
+    """What to say of words that a command does not take."""
+    option = next((word.partition("=")[0] for word in words if word.startswith("--")), None)
+    if option is None:
+        return f"unexpected argument {words[0]}; see dllp {command} --help"
+    known = {name: parser._option_string_actions for name, parser in parsers.items()}
+    owners = [name for name in known if option in known[name]]
+    if owners:
+        return f"{option} is an option of dllp {', '.join(owners)}, not of this command: leave it out"
+    return f"unknown option {option}{near(option, known[command], command)}"
+
+
+# ---- options by their types
+
+
+def add(group: Group, flag: str, kind: Any, text: str, *, default: Any = None, **more: Any) -> None:
+    """An option with values of an annotated type; help names its default where there is one."""
+    name = flag.removeprefix("--").replace("-", "_")
+    if default not in (None, argparse.SUPPRESS):
+        text = f"{text} (default: {default})"
+    if default is not None:
+        more["default"] = default
+    more.setdefault("metavar", _metavar(kind))
+    group.add_argument(flag, type=lambda word: _typed(name, word, kind), help=text.replace("%", "%%"), **more)
+
+
+def _typed(name: str, word: str, kind: Any) -> Any:
+    """`--init FILE` is another way to say `--weights FILE`: such a file is no mistake."""
+    return word if name == "init" and word.endswith(SUFFIXES) else convert(name, word, kind)
+
+
+def add_fields(group: Group, cls: type, names: Sequence[str], *, defaults: bool = True, prefix: str = CHOSEN) -> None:
+    """An option for each named field of a dataclass; one that is not given leaves no trace."""
+    texts = _texts(cls)
+    for field in fields(cls):
+        if field.name not in names:
+            continue
+        flag, kind, text = "--" + field.name.replace("_", "-"), types_of(cls)[field.name], texts[field.name]
+        if field.name in SUITED:
+            text += " (default: *)"
+        elif defaults and field.default is not None and field.default is not False:
+            text += f" (default: {field.default})"
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": prefix + field.name}
+        if kind is bool or bool in get_args(kind):
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text.replace("%", "%%"), **options)
+        else:
+            add(group, flag, kind, text, **options)
+
+
+def _metavar(kind: Any) -> str:
+    """Choices as they are typed, and a word for any other kind of value."""
+    words = {int: "N", float: "NUMBER", str: "TEXT", tuple[float, float]: "[LOW,HIGH]", type(None): ""}
+    if isinstance(kind, str):
+        return kind
+    return words[kind] if kind in words else "|".join(filter(None, map(_metavar, get_args(kind))))
+
+
+def _texts(cls: type) -> dict[str, str]:
+    """Field name -> its text in the docstring's Args; a field explained beside another one points there."""
+    entries = re.findall(r"^ {8}([\w, ]+): (.*(?:\n {12}.*)*)", cls.__doc__ or "", re.MULTILINE)
+    own = {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}
+    for field in fields(cls):
+        if field.name not in own:
+            owner = next((name for name, text in own.items() if f"`{field.name}`" in text), "")
+            own[field.name] = f"See --{owner.replace('_', '-')}."
+    return own
+
+
+# ---- options that several commands take
+
+
+def _describe(parser: Parser, usage: str, about: str, examples: str) -> None:
+    parser.usage, parser.description, parser.epilog = f"dllp {usage} [options]", about, examples
+
+
+def _folder(parser: Parser) -> None:
+    """Options of commands that read one network of a run folder, without its data."""
+    parser.add_argument("folder", metavar="DIR", help="Folder of a finished run.")
+    add(parser, "--particle", int, "Which extracted network, from 1.", default=1, metavar="K")
+    add_fields(parser, Task, ("model",), defaults=False)
+    _trust(parser)
+    text = "Shape of one input, where the run does not say it: channels, height, width."
+    add(parser, "--shape", int, text, nargs="+")
+
+
+def _trust(group: Group) -> None:
+    group.add_argument("--trust-imports", action="store_true", help="Import the network that a settings file names.")
+
+
+def _quiet(group: Group) -> None:
+    group.add_argument("--quiet", action="store_true", help="Print nothing but errors.")
+
+
+# ---- one function a command
+
+
+def _prune(parser: Parser) -> None:
+    _describe(parser, "prune", "Train and prune a network in one run, and write it into a folder.", PRUNE)
+    add_fields(parser.add_argument_group("data and network"), Task, TASK)
+    group = parser.add_argument_group("run folder and output")
+    add(group, "--out", str, "Folder of the run.", default="runs/last", metavar="DIR")
+    group.add_argument("--overwrite", action="store_true", help="Replace the run that the folder holds.")
+    group.add_argument("--resume", action="store_true", help="Go on with the unfinished run in the folder.")
+    text = "Steps between two checkpoints, besides one at each epoch's end; 0 for no others."
+    add(group, "--checkpoint-steps", int, text, default=0)
+    text = "Minutes between two checkpoints, besides one at each epoch's end; 0 for no others."
+    add(group, "--checkpoint-minutes", float, text, default=10.0)
+    add(group, "--config", str, "YAML settings, such as a run folder's config.yaml.", metavar="FILE")
+    _trust(group)
+    text = "Curves and histograms for TensorBoard, in the run folder; needs pip install 'dllp[tensorboard]'."
+    group.add_argument("--tensorboard", action="store_true", help=text)
+    _quiet(group)
+    add_fields(parser.add_argument_group("what to keep, and how long to train"), Config, MAIN)
+    rest = [field.name for field in fields(Config) if field.name not in MAIN]
+    add_fields(parser.add_argument_group("recipe"), Config, rest)
+
+
+def _evaluate(parser: Parser) -> None:
+    about = "Measure the networks of a run folder, by default on the run's own test data."
+    _describe(parser, "evaluate DIR", about, EVALUATE)
+    parser.add_argument("folder", metavar="DIR", help="Folder of a finished run.")
+    names = ("data", "model", "data_root", "image_size", "workers", "max_bad")
+    add_fields(parser, Task, names, defaults=False)
+    _trust(parser)
+    text = "gaussian-blur:RADIUS,..., sharpen, noise:SIGMA,... (in units of 0..1)."
+    add(parser, "--corrupt", str, text, nargs="+", metavar="KIND")
+    text = "Out-of-distribution inputs: noise, digits, cifar10, left-out (see --leave-out of dllp prune), or a folder."
+    add(parser, "--ood", str, text, nargs="+", metavar="NAME")
+    parser.add_argument("--references", action="store_true", help="Also measure the particles before extraction.")
+    text = "Also measure N networks for each particle whose gates are drawn by their probabilities."
+    add(parser, "--gate-draws", int, text)
+    add(parser, "--subset", float, "Fraction of the examples to use.")
+    add(parser, "--device", str, "auto, cpu, cuda or cuda:K.", default="auto")
+    add(parser, "--json", str, "File for the table with every metric.", metavar="FILE")
+
+
+def _analyze(parser: Parser) -> None:
+    about = "Describe the weights of a run: before pruning, the kept part, the removed part; each layer and together."
+    _describe(parser, "analyze DIR", about, ANALYZE)
+    _folder(parser)
+    add(parser, "--json", str, "File for every figure, with densities for plots.", metavar="FILE")
+    _quiet(parser)
+
+
+def _report(parser: Parser) -> None:
+    about = "Show a finished run as one self-contained HTML page, or compare several."
+    _describe(parser, "report DIR...", about, REPORT)
+    parser.add_argument("folders", nargs="+", metavar="DIR", help="Folders of finished runs.")
+    text = "File to write. (default: report.html in the run's folder; for several runs in the current one)"
+    add(parser, "--out", str, text, metavar="FILE")
+    add_fields(parser, Task, ("data", "model", "data_root"), defaults=False)
+    _trust(parser)
+    _quiet(parser)
+
+
+def _export(parser: Parser) -> None:
+    about = "Write a run's networks as one file for other runtimes, with a dynamic batch."
+    _describe(parser, "export DIR --out FILE", about, EXPORT)
+    _folder(parser)
+    parser.set_defaults(particle=None)  # to tell whether it was given beside --posterior
+    add(parser, "--out", str, "File to write.", required=True, metavar="FILE")
+    add(parser, "--format", Literal["onnx", "pt2"], "Its kind; by default what its name ends in, or onnx.")
+    text = "All particles, with their uncertainty as further outputs."
+    parser.add_argument("--posterior", action="store_true", help=text)
+    parser.add_argument("--uint8", action="store_true", help="Take raw images and normalise them inside.")
+    text = "Add dead channels up to multiples of this; the outputs stay the same."
+    add(parser, "--pad-to", int, text, default=1)
+
+
+def _speed(parser: Parser) -> None:
+    about = "Measure time, memory and bytes of the dense and the pruned network, in PyTorch and onnxruntime."
+    _describe(parser, "speed DIR", about, SPEED)
+    _folder(parser)
+    add(parser, "--batch", int, "Batch sizes.", nargs="+", default=[1, 64])
+    text = "Show what multiples of this many channels would do; 1 for nothing."
+    add(parser, "--round-to", int, text, default=8)
+    add(parser, "--seconds", float, "Time for each setting.", default=5.0)
+    add(parser, "--json", str, "File for every figure.", metavar="FILE")
+    _quiet(parser)
+
+
+def _bench(parser: Parser) -> None:
+    """The options are those of `python -m paper`, which is no part of the wheel."""
+    try:
+        paper = import_module("paper.__main__")
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("paper"):
+            raise
+        raise ConfigError(
+            "dllp bench needs the package `paper`, which is in the source repository of dllp and not in its wheel: "
+            "run it in a checkout"
+        ) from None
+    paper.add_options(parser)
+
+
+def _methods(parser: Parser) -> None:
+    _describe(parser, "methods", "List the methods of pruning that `dllp prune --method` knows.", "")
+    add(parser, "--json", str, "File for the list.", metavar="FILE")
+
+
+COMMANDS = {
+    "prune": ("train and prune a network in one run", _prune),
+    "evaluate": ("measure the networks of a run folder", _evaluate),
+    "analyze": ("say what a run did to the distribution of its weights", _analyze),
+    "report": ("show a run as one HTML page, or compare several", _report),
+    "export": ("write a run's networks as ONNX or pt2", _export),
+    "speed": ("time the dense against the pruned network", _speed),
+    "bench": ("measure a table of the paper", _bench),
+    "methods": ("list the methods of pruning, with paper and year", _methods),
+}
+"""The line of each command in the list of commands, and the function that adds its options."""
+
+# ---- ends of the help texts
+
+PRUNE = f"""networks by name: {", ".join(NETWORKS)}
+
+examples:
+  dllp prune --data digits --model small_cnn --keep-flops 0.2 --out runs/demo
+      two small networks on embedded data, each at a fifth of the original's cost
+  dllp prune --data cifar10 --model resnet56 --keep-flops 0.45 --lr 0.4 --precision bfloat16 --out runs/resnet56
+  dllp prune --data photos --model my_package.nets:trained --keep-params 0.3 --epochs 30 --out runs/mine
+      images in photos/train/<class>/ and photos/test/<class>/, a trained network from your own function
+  dllp prune --data imagenet --image-size 224 --workers 16 --model resnet50 --init resnet50.safetensors \\
+             --preset short --keep-flops 0.34 --out runs/imagenet
+      a folder of any size, decoded by 16 processes; trained weights, and the schedule of a short run
+  dllp prune --config runs/demo/config.yaml --out runs/again
+      the same run once more; options beside --config win over the file
+  dllp prune --method fpgm --keep-flops 0.45 --finetune-epochs 10 --out runs/fpgm
+      another method, to the same budget; `dllp methods` lists them
+  torchrun --nproc-per-node 2 -m dllp prune --particles 2 --parallel particles --out runs/two
+      a process for each particle; --parallel data shares batches instead, on any number of devices and hosts
+  dllp prune --resume --out runs/demo
+      goes on with a run that was stopped or killed, to the same result
+
+defaults (*): digits has 30 epochs; fewer than 10,000 training examples are taken in batches of 64; floating-point
+targets make a regression; a network by name starts fresh, one of your own as it is given, and `--init FILE` starts from
+trained weights. `--preset paper` and `--preset short` bring their own epochs, rates and start. Names may be written
+with dashes or underscores, here and in files."""
+EVALUATE = """examples:
+  dllp evaluate runs/demo
+  dllp evaluate runs/demo --corrupt gaussian-blur:1,2,3 sharpen noise:0.1 --json robustness.json
+  dllp evaluate runs/demo --ood noise folder/of/photos
+      how well uncertainty tells the test set from inputs that the network was never made for
+  dllp evaluate runs/mine --model my_package.nets:trained --data other_photos --subset 0.2"""
+EXPORT = """Needs pip install 'dllp[onnx]' for ONNX. The file is checked against PyTorch before it is written.
+
+examples:
+  dllp export runs/demo --format onnx --out demo.onnx
+      the first particle: float32 images, normalised as in training, to logits
+  dllp export runs/demo --posterior --uint8 --out demo.onnx
+      raw images to prediction, aleatoric and epistemic uncertainty, all particles in one graph
+  dllp export runs/demo --pad-to 8 --out demo.onnx
+      dead channels up to multiples of 8: the same outputs, often much faster in onnxruntime"""
+REPORT = """Needs pip install 'dllp[report]'. The page holds everything: it opens from a file and asks for
+nothing. Latency is what `dllp speed` found before, or is measured briefly; corruptions are shown where
+`dllp evaluate --corrupt` was run.
+
+examples:
+  dllp report runs/demo
+      writes runs/demo/report.html
+  dllp report runs/a runs/b runs/c --out comparison.html
+      accuracy against FLOPs with the Pareto front, and where the settings differ"""
+SPEED = """Needs pip install 'dllp[onnx]'. Networks take turns, so that all see the same machine.
+
+examples:
+  dllp speed runs/demo
+  dllp speed runs/demo --batch 1 16 64 --round-to 16 --json speed.json"""
+ANALYZE = """examples:
+  dllp analyze runs/demo
+  dllp analyze runs/demo --particle 2 --json shapes.json
+      every figure, every fit, and the densities for plots"""

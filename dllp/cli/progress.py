@@ -138,6 +138,11 @@ def download(quiet: bool) -> Iterator[Callable[[int, int | None], None] | None]:
         yield report
 
 
+def warn(text: str) -> None:
+    """Print one line on standard error."""
+    print("dllp: warning:", " ".join(text.split()), file=sys.stderr, flush=True)
+
+
 def describe(record: EpochRecord, target: float | None) -> str:
     """The numbers of one epoch, means over the particles."""
     parts = [f"loss {_mean(record.loss):.4f}"]
@@ -167,7 +172,7 @@ def show(rows: Sequence[Row], title: str) -> None:
 
 
 def show_evaluation(found: Evaluation, title: str) -> None:
-    """Print an evaluation: the table, inputs from elsewhere, estimation efficiency."""
+    """Print an evaluation: the table, out-of-distribution inputs, estimation efficiency."""
     outside = [row for row in found.rows if row.data.startswith(OOD)]
     show([row for row in found.rows if row not in outside], title)
     console = Console(file=sys.stdout)
@@ -178,15 +183,16 @@ def show_evaluation(found: Evaluation, title: str) -> None:
 
 
 def render_outside(rows: Sequence[Row], regression: bool = False) -> Table:
-    """How well doubt sets inputs from elsewhere apart.
+    """How well uncertainty sets out-of-distribution inputs apart.
 
     Of a classifier by entropy, and by mutual information of several particles; of a regression by variance.
     """
     names = {"auroc": "AUROC", "fpr95": "FPR95", "auroc_mutual_information": "AUROC\nby information"}
     if regression:
         del names["auroc_mutual_information"]
-    doubt = "variance" if regression else "entropy"
-    table = _section(f"inputs from elsewhere, told apart by the {doubt} of the prediction", "network", *names.values())
+    measure = "variance" if regression else "entropy"
+    title = f"out-of-distribution inputs, told apart by the {measure} of the prediction"
+    table = _section(title, "network", *names.values())
     place = ""
     for row in rows:
         if row.data != place:
@@ -212,9 +218,9 @@ def render(rows: Sequence[Row]) -> Table:
     """Rows as a table: accuracy, costs and calibration for classification, the error for regression."""
     regression = "rmse" in rows[0].metrics
     quality = {"rmse": "RMSE"} if regression else {"accuracy": "accuracy"}
-    doubt = {"nll": "NLL"} if regression else {"ece": "ECE", "nll": "NLL"}
+    calibration = {"nll": "NLL"} if regression else {"ece": "ECE", "nll": "NLL"}
     costs = ("FLOPs\n(MACs)", "parameters", "bytes\non disk")
-    table = _section(None, "network", *quality.values(), *costs, *doubt.values())
+    table = _section(None, "network", *quality.values(), *costs, *calibration.values())
     place = CLEAN
     for row in rows:
         if row.data != place:
@@ -224,7 +230,7 @@ def render(rows: Sequence[Row]) -> Table:
         cells = [row.name]
         cells += [_number(name, row.metrics.get(name)) for name in quality]
         cells += [_short(row.macs, ""), _short(row.params, ""), _short(row.bytes, "B")]
-        cells += [_number(name, row.metrics.get(name)) for name in doubt]
+        cells += [_number(name, row.metrics.get(name)) for name in calibration]
         table.add_row(*cells, style="bold" if row.name == TOGETHER else None)
     return table
 

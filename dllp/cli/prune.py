@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from dllp import api, files, zoo
+from dllp import api, zoo
 from dllp.api import Result
 from dllp.baselines import find as find_method
 from dllp.baselines import run as baseline
-from dllp.cli import options, progress
-from dllp.cli import tensorboard as boards
-from dllp.cli.task import DENSE_FILE, DLLP, SETTINGS, Task, describe, disk
+from dllp.cli import progress, tensorboard
+from dllp.cli.evaluate import write_rows
+from dllp.cli.open_run import build_network, check_import, configure, describe, disk, read_data
+from dllp.cli.task import DENSE_FILE, SETTINGS
 from dllp.config import Config, changeable
 from dllp.data import Dataset
 from dllp.data.unreadable import Report, SkippedImage
@@ -29,18 +30,14 @@ from dllp.errors import ConfigError, Interrupted, NumericsError, RankError
 from dllp.evaluation import evaluate, examples
 from dllp.posterior import Posterior, posterior_of
 from dllp.records import EpochRecord
-from dllp.runs import artifacts, pretrained
+from dllp.runs import artifacts, pretrained, settings
 from dllp.runs.checkpoints import Checkpoints
 from dllp.runs.folder import RunFolder, Signals
+from dllp.runs.settings import DLLP, Task
 from dllp.runs.shared_checkpoints import AnyCheckpoints, SharedCheckpoints
 from dllp.training import health
 from dllp.training.state import RunState
 
-OWN = (
-    "out", "overwrite", "resume", "config", "quiet", "trust_imports", "checkpoint_steps", "checkpoint_minutes",
-    "tensorboard",
-)  # fmt: skip
-"""Options of the command itself: no part of a run's settings."""
 MAY_CHANGE = ("data_root", "workers", "max_bad")
 """Parts of the task that may differ when a run goes on: they change no batch."""
 Prepared = tuple[Dataset, Config, torch.nn.Module, list[str]]
@@ -48,46 +45,43 @@ BEFORE = "before fine-tuning"
 """The row of another method's network as it was cut."""
 
 
-def prune(given: dict[str, Any]) -> None:
+def run(args: Namespace) -> None:
     """Make a run folder, or finish the one that `--resume` names."""
-    out = Path(given.get("out", options.OUT))
-    names = {"checkpoint_steps": "every_steps", "checkpoint_minutes": "every_minutes"}
-    rhythm = {name: given[option] for option, name in names.items() if option in given}
+    out = Path(args.out)
+    rhythm = {"every_steps": args.checkpoint_steps, "every_minutes": args.checkpoint_minutes}
     with joined() as ranks, Signals() as signals, ExitStack() as held:
         if ranks.rank:
             return follow(ranks, signals)
         if restarts() and RunFolder(out).unfinished:  # torchrun starts the same command again
-            given = {name: given[name] for name in given if name not in ("overwrite", "config")} | {"resume": True}
-        resume, overwrite = given.get("resume", False), given.get("overwrite", False)
+            args.resume, args.overwrite, args.config = True, False, None
 
         def take() -> tuple[RunFolder, tuple[Task, dict[str, Any]] | None]:
-            if resume and (overwrite or "config" in given):
+            if args.resume and (args.overwrite or args.config):
                 raise ConfigError("--resume goes on with the folder's own run: leave out --overwrite and --config")
-            if given.get("tensorboard"):
-                boards.require_tensorboard()
-            Checkpoints(out, **rhythm)  # bad values are told before any data is read
-            folder = held.enter_context(RunFolder(out, resume=resume, overwrite=overwrite))
-            if resume and folder.finished:
+            if args.tensorboard:
+                tensorboard.require_tensorboard()
+            Checkpoints(out, **rhythm)  # bad values are errors before any data is read
+            folder = held.enter_context(RunFolder(out, resume=args.resume, overwrite=args.overwrite))
+            if args.resume and folder.finished:
                 if (out / SETTINGS).is_file():  # a run that was made in Python has none
-                    settings(given, ranks)  # what contradicts the run is told, finished or not
+                    chosen_settings(args, ranks)  # what contradicts the run is an error, finished or not
                 return folder, None
-            return folder, settings(given, ranks)
+            return folder, chosen_settings(args, ranks)
 
         folder, found = ranks.together(take)
         ranks.hear(found and {"task": asdict(found[0]), "values": found[1]})
         if found is None:
-            if not given.get("quiet"):
+            if not args.quiet:
                 print(f"{out} holds a finished run: there is nothing to do")
             return
         task, values = found
         if task.is_code:
             folder.command += f" --model {shlex.quote(task.model)}"
-        board = given.get("tensorboard", False)
-        _Pruning(ranks, folder, signals, rhythm, given.get("quiet", False), board).run(task, values)
+        _Pruning(ranks, folder, signals, rhythm, args.quiet, args.tensorboard).run(task, values)
 
 
 def follow(ranks: Ranks, signals: Signals) -> None:
-    """What every process does but the first: the same trainings by its settings; nothing is written or shown."""
+    """Take part in the first process's trainings, by its settings; nothing is written or shown here."""
     ranks.together(lambda: None)
     found = ranks.hear(None)
     if found is None:
@@ -111,16 +105,16 @@ def prepared(ranks: Ranks, task: Task, values: dict[str, Any], report: Report | 
     """Data, configuration, network and what of it is new to given weights, on every process or on none."""
 
     def work() -> Prepared:
-        early = task.config(values)  # bad values are told before any data is read
+        early = configure(task, values)  # bad values are errors before any data is read
         find_device(early.device)
-        with progress.download(quiet) as bar:
-            data = task.load(early.seed, bar, report)
+        data = read_data(task, early.seed, quiet=quiet, report=report)
         if not task.is_code:
             zoo.check_images(task.model, data.train.shape[1:])
-        config = task.config(values, data).resolved()
+        config = configure(task, values, data).resolved()
         if config.deterministic:  # read when cuBLAS starts, which it has not yet
             os.environ.setdefault(WORKSPACE, WORKSPACES[0])
-        model = task.network(config.outputs(data.num_classes), data.in_channels, data.image_size, config.seed)
+        sizes = config.outputs(data.num_classes), data.in_channels, data.image_size
+        model = build_network(task, *sizes, config.seed)
         new_head = pretrained.start(model, Path(task.weights)) if task.weights else []
         return data, config, model, new_head
 
@@ -134,13 +128,11 @@ def dense_recipe(task: Task, config: Config, new_head: list[str]) -> Config | No
     return replace(config, particles=1, keep_flops=None, keep_params=None)
 
 
-def settings(given: dict[str, Any], ranks: Ranks) -> tuple[Task, dict[str, Any]]:
+def chosen_settings(args: Namespace, ranks: Ranks) -> tuple[Task, dict[str, Any]]:
     """The task and the values of Config that the user gave, here, in a settings file, or when the run began."""
-    chosen = {name: value for name, value in given.items() if name not in OWN}
-    if given.get("resume"):
-        path = artifacts.member(Path(given.get("out", options.OUT)), SETTINGS)
-        values = options.read(path)
-        for name, value in chosen.items():
+    if args.resume:
+        values = settings.read(artifacts.member(Path(args.out), SETTINGS))
+        for name, value in args.chosen.items():
             known = values.get(name)
             same = Path(str(value)).resolve() == Path(str(known)) if name in ("data", "weights") else False
             if name not in (*changeable(), *MAY_CHANGE) and value != known and not same:
@@ -148,10 +140,10 @@ def settings(given: dict[str, Any], ranks: Ranks) -> tuple[Task, dict[str, Any]]
             values[name] = known if same else value
         whose = "the run's"
     else:
-        values = (options.read(Path(given["config"])) if "config" in given else {}) | chosen
+        values = (settings.read(Path(args.config)) if args.config else {}) | args.chosen
         whose = "the settings file's"
-    task = Task(**{name: values.pop(name) for name in options.TASK if name in values})
-    check_import(task, given, whose)
+    task, values = settings.split(values)
+    check_import(task, "model" in args.chosen or args.trust_imports, whose)
     if task.method != DLLP and not ranks.alone:
         raise ConfigError(f"method {task.method} trains in one process: start it without torchrun")
     return task, values
@@ -161,18 +153,18 @@ class _Pruning:
     """One run of the command, from validated options to the table at the end."""
 
     def __init__(
-        self, ranks: Ranks, folder: RunFolder, signals: Signals, rhythm: dict[str, Any], quiet: bool, tensorboard: bool
+        self, ranks: Ranks, folder: RunFolder, signals: Signals, rhythm: dict[str, Any], quiet: bool, show_board: bool
     ) -> None:
         self.ranks, self.folder, self.signals, self.rhythm, self.quiet = ranks, folder, signals, rhythm, quiet
-        self.tensorboard = tensorboard
+        self.show_board = show_board
 
     def run(self, task: Task, values: dict[str, Any]) -> None:
         data, config, model, self.new_head = prepared(self.ranks, task, values, self.leave_out, self.quiet)
         for text in self.new_head:
-            warn(text)
+            progress.warn(text)
         device = find_device(config.device)
         task = task.anchored()
-        self.text = options.write(asdict(task), config)
+        self.text = settings.write(task, config)
         if self.folder.resume and device.type == "cuda" and not config.deterministic:
             self.say("on CUDA without --deterministic the result has the same quality, but is not equal bit for bit")
         before: Result | None = None
@@ -233,7 +225,7 @@ class _Pruning:
         shown: progress.Silent,
     ) -> Result:  # fmt: skip
         """One training with its checkpoints and its part of the log."""
-        board = boards.Board(self.folder.folder, name) if self.tensorboard else None
+        board = tensorboard.Board(self.folder.folder, name) if self.show_board else None
         place = self.folder.checkpoints / name
         own = Checkpoints(place, on_begin=lambda: self.folder.begin(self.text), **self.rhythm)
         held: AnyCheckpoints = own if self.ranks.alone else SharedCheckpoints(self.ranks, own)
@@ -242,9 +234,10 @@ class _Pruning:
             self.signals.training = held
             for text in held.damaged:
                 used = "the checkpoint before it is used" if state.step_index else "no other is left to go on from"
-                warn(f"{text}; {used}")
+                progress.warn(f"{text}; {used}")
             if state.trouble:
-                warn(f"{state.trouble}; back at step {state.step_index} with lr {config.lr * state.lr_scale:g}")
+                rate = config.lr * state.lr_scale
+                progress.warn(f"{state.trouble}; back at step {state.step_index} with lr {rate:g}")
             elif state.step_index:
                 self.say(f"{name}: going on after step {state.step_index} of {state.total_steps}")
             self.folder.start_log(name, state.history)
@@ -279,31 +272,14 @@ class _Pruning:
             raise Interrupted(held.signal)
         nothing = health.learned_nothing(result.history[-1]["loss"], data.train.y, config.budget[1])
         if nothing:
-            warn(f"{name}: {nothing}")
+            progress.warn(f"{name}: {nothing}")
         return result
 
     def leave_out(self, image: SkippedImage) -> None:
-        """Tell of an image that cannot be read, and log it."""
-        warn(str(image))
+        """Report and log an image that cannot be read."""
+        progress.warn(str(image))
         self.folder.note(image)
 
     def say(self, text: str) -> None:
         if not self.quiet:
             print(text, flush=True)
-
-
-def warn(text: str) -> None:
-    """One line on standard error."""
-    print("dllp: warning:", " ".join(text.split()), file=sys.stderr, flush=True)
-
-
-def check_import(task: Task, given: dict[str, Any], whose: str) -> None:
-    """Code is imported where the command line names it, never because a file does."""
-    if task.is_code and "model" not in given and not given.get("trust_imports"):
-        raise ConfigError(f"{whose} network is code, {task.model}: name it with --model, or add --trust-imports")
-
-
-def write_rows(path: Path, task: Task, rows: Sequence[evaluate.Row], *, named: bool = False, **besides: Any) -> None:
-    """The table of an evaluation and whatever belongs to it, as JSON; `named` as in `files.write_json`."""
-    report = {"data": task.data, "split": task.split, "model": task.model, "rows": evaluate.as_dict(rows)}
-    files.write_json(path, report | besides, named=named)

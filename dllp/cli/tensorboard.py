@@ -17,13 +17,13 @@ CURVES = ("loss", "accuracy", "cost", "undecided", "multiplier", "noise", "lr", 
 
 
 def require_tensorboard() -> None:
-    """One line that says how to get it, where it is missing."""
+    """Raise where it is not installed, with the way to get it."""
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError("--tensorboard needs tensorboard: pip install 'dllp[tensorboard]'")
 
 
 class Board:
-    """What one training tells TensorBoard.
+    """The curves and histograms of one training for TensorBoard.
 
     Args:
         folder: The run folder.
@@ -36,7 +36,7 @@ class Board:
         self.state: RunState | None = None
 
     def start(self, state: RunState) -> None:
-        """Before the first step and after a rollback: what was told of later epochs is taken back."""
+        """Begin, or begin again after a rollback: what was written of later epochs is purged."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.close()

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from dllp import files
 from dllp.errors import ArtifactError
 from dllp.runs import artifacts
+from dllp.runs.settings import SUFFIXES
 
-SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 WRAPPERS = ("state_dict", "model_state_dict", "model")
 """Names under which training scripts keep the weights beside other things."""
 PICKLE_BYTES = 2**24

@@ -1,91 +1,231 @@
-"""Settings files, such as a run folder's config.yaml: every name and type checked."""
+"""The settings of a run, and files that hold them, such as a run folder's config.yaml.
+
+A run is described by a :class:`Task` and a :class:`dllp.Config`. Every name and type is checked against both. Loads
+neither PyTorch nor, before a file is read, yaml: `dllp --help` and benches on bare machines do without.
+"""
 
 from __future__ import annotations
 
-import argparse
-import re
-import typing
-from dataclasses import fields
+import difflib
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
-
-import yaml
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from dllp import files
-from dllp.cli.commands import TASK, prune
-from dllp.cli.fields import is_switch
-from dllp.cli.mistakes import near, plain
-from dllp.cli.task import Task
 from dllp.config import Config, types_of
 from dllp.errors import ConfigError
 
-FREE = ("data", "data_root", "model", "weights", "device", "leave_out", "method")
-"""Settings whose text may hold anything; all others are words and numbers."""
-SETTINGS_BYTES = 2**16
+DLLP = "dllp"
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+"""Endings of files with trained weights."""
+SETTINGS_BYTES, NESTED = 2**16, 4
+"""Most bytes, and most levels, of a settings file."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """The part of a run's settings that is not :class:`dllp.Config`.
+
+    Args:
+        data: `digits` (embedded), `cifar10`, or a folder: train/<class>/*.jpg and val or test/<class>/*.jpg, of any
+            size; the same as tar shards; or train_x.npy, train_y.npy, test_x.npy and test_y.npy.
+        model: A network's name, or package.module:factory, called without arguments.
+        weights: Trained weights to start from, .safetensors or .pt, read without running any code of theirs;
+            `--init FILE` is the same.
+        preset: `default`, the `paper`'s own setting, or `short` for 5 to 20 epochs from trained weights; single
+            options still win.
+        data_root: Folder in which `cifar10` is looked for.
+        image_size: Side to which images of class folders and shards are resized; other data are taken as they are.
+        augment: Augmentation of training images; by default crop-flip for colour images in memory, resized-crop for
+            large folders and shards, which are streamed.
+        workers: Processes that decode streamed images; by default one for each core, up to 16.
+        max_bad: Share of a split's images that may be unreadable; they are named and left out.
+        leave_out: Classes by name, separated by commas, that training never shows: see --ood of dllp evaluate.
+        validation: Fraction or number of training examples to hold out, and to evaluate on instead of the test set.
+        dense: Compare with the dense network: the given one, or one trained by the same recipe where init is fresh.
+        method: `dllp`, or one of the methods that `dllp methods` lists, trained by the same recipe to the same budget;
+            with hyperparameters, for example `polarization:strength=1e-4,t=1.1`.
+        finetune_epochs: Epochs of training after the cut, for other methods than dllp.
+    """
+
+    data: str = "digits"
+    model: str = "small_cnn"
+    weights: str | None = None
+    preset: Literal["default", "paper", "short"] = "default"
+    data_root: str | None = None
+    image_size: int | None = None
+    augment: Literal["none", "crop-flip", "resized-crop"] | None = None
+    workers: int | None = None
+    max_bad: str = "0.1%"
+    leave_out: str = ""
+    validation: int | float = 0
+    dense: bool = True
+    method: str = DLLP
+    finetune_epochs: int = 0
+
+    def __post_init__(self) -> None:
+        if self.finetune_epochs and self.method == DLLP:
+            raise ConfigError(
+                "finetune_epochs is for other methods: dllp trains on within its own epochs, leave it out or give 0"
+            )
+
+    @property
+    def split(self) -> str:
+        """Name of the part that the run is evaluated on."""
+        return "validation" if self.validation else "test"
+
+    @property
+    def is_code(self) -> bool:
+        """The network comes from an import."""
+        return ":" in self.model
+
+    def anchored(self) -> Task:
+        """The same, its folders by absolute paths: it can be read from anywhere."""
+        found = {name: getattr(self, name) for name in ("data", "data_root")}
+        paths = {name: str(Path(p).resolve()) for name, p in found.items() if p and Path(p).is_dir()}
+        if self.weights:
+            paths["weights"] = str(Path(self.weights).resolve())
+        return replace(self, **paths)
+
+    def config(self, values: Mapping[str, Any], **suited: Any) -> Config:
+        """Defaults, what is `suited` to the data and the method, the preset, the user's `values`: the later wins."""
+        if self.weights:
+            suited["init"] = "given"
+            if values.get("init", "given") != "given":
+                raise ConfigError("weights are given, but init = fresh would throw them away: leave out one of them")
+        if self.preset == "paper":
+            return Config.paper(**(suited | dict(values)))
+        short = self.preset == "short"
+        if not self.is_code and not self.weights:
+            if short:
+                raise ConfigError("preset = short starts from trained weights: give --init FILE, or a network of yours")
+            suited["init"] = "fresh"  # a network by name has no weights worth starting from
+        if self.data == "digits" and not short:
+            suited["epochs"] = 30
+        return (Config.short if short else Config)(**(suited | dict(values)))
+
+
+TASK = tuple(field.name for field in fields(Task))
+
+
+def split(values: Mapping[str, Any]) -> tuple[Task, dict[str, Any]]:
+    """Settings by name as a task and the values for a Config."""
+    own = {name: values[name] for name in TASK if name in values}
+    return Task(**own), {name: value for name, value in values.items() if name not in TASK}
+
+
+# ---- values
+
+
+def convert(name: str, value: Any, kind: Any) -> Any:
+    """A setting, as text or as YAML has it, in its annotated type."""
+    try:
+        return _converted(value, kind)
+    except ValueError:
+        pass
+    if value is None:
+        raise ConfigError(f"{name} has no value")
+    wanted = describe(kind)
+    if name == "init":
+        wanted += f" or a file of trained weights ({', '.join(SUFFIXES)}; in a settings file that is `weights`)"
+    raise ConfigError(f"{name} = {value}: expected {wanted}")
+
+
+def _converted(value: Any, kind: Any) -> Any:
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        if type(None) in inner and value in (None, "null"):
+            return None
+        for part in inner:
+            with suppress(ValueError):
+                return _converted(value, part)
+    elif origin is Literal:
+        if value in inner:
+            return value
+    elif origin is tuple:
+        parts = value.strip("[]").split(",") if isinstance(value, str) else value
+        if isinstance(parts, list) and len(parts) == len(inner):
+            return tuple(_converted(part, float) for part in parts)
+    elif kind in (int, float):
+        if isinstance(value, str) or (isinstance(value, (int, kind)) and not isinstance(value, bool)):
+            return kind(value)
+    elif isinstance(value, kind):
+        return value
+    raise ValueError
+
+
+def describe(kind: Any) -> str:
+    """An annotated type in words."""
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    if get_origin(kind) is Literal:
+        return ", ".join(get_args(kind))
+    if get_origin(kind) is tuple:
+        return "two numbers such as [0.3,30]"
+    return words.get(kind) or " or ".join(describe(part) for part in get_args(kind) if part is not type(None))
+
+
+def near(name: str, known: Iterable[str], command: str = "prune") -> str:
+    """The end of a message about an unknown name: the known one that is most like it, or where all are listed."""
+    bare = {each.lstrip("-"): each for each in known}  # the dashes that all options have make none of them alike
+    found = difflib.get_close_matches(name.lstrip("-"), bare, n=1)
+    return f": did you mean {bare[found[0]]}?" if found else f": see dllp {command} --help"
+
+
+# ---- files
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A settings file such as a run folder's config.yaml: fields of Task and Config by name."""
-    content = files.read_bytes(path, SETTINGS_BYTES, ConfigError)
-    try:
-        values = yaml.load(content, _PlainLoader)  # noqa: S506 # nosec B506
-    except (yaml.YAMLError, RecursionError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
-        raise ConfigError(f"{path} is not plain YAML: {error}") from None
+    """Fields of Task and Config by name, as a settings file gives them."""
+    values = _parse(files.read_bytes(path, SETTINGS_BYTES, ConfigError), path)
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings: lines such as `epochs: 60` are needed")
     files.check_settings(values, path, ConfigError)
-    named = {name.replace("-", "_"): value for name, value in values.items()}
-    for name, value in named.items():
-        if isinstance(value, str) and name not in FREE and not re.fullmatch(r"[\w.+%-]{0,64}", value):
-            raise ConfigError(f"{path}: {name} = {value[:64]!r} is neither a word nor a number")
-    known = (*TASK, *(field.name for field in fields(Config)))
-    for name in named:
-        if name not in known:
-            raise ConfigError(f"{path}: unknown name {name!r}{near(name, known)}")
-    hints = {**types_of(Task), **types_of(Config)}
-    for name, value in named.items():
-        if is_switch(hints[name]) and value is not None and not isinstance(value, bool):
-            raise ConfigError(f"{path}: {name} = {value}: expected true or false")
+    kinds = {**types_of(Task), **types_of(Config)}
     try:
-        read = vars(prune().parse_object(named, defaults=False))
-        for name, value in read.items():
-            if value is None and type(None) not in typing.get_args(hints[name]):  # the parser takes it for "not given"
-                raise ConfigError(f"{name} has no value")
-        own = {name: read[name] for name in TASK if name in read}
-        Task(**own).config({name: value for name, value in read.items() if name not in TASK})
-    except (argparse.ArgumentError, ConfigError) as error:
-        raise ConfigError(f"{path}: {plain(str(error))}") from None
-    return read
+        found = {}
+        for name, value in values.items():
+            name = name.replace("-", "_")
+            if name not in kinds:
+                raise ConfigError(f"unknown name {name!r}{near(name, kinds)}")
+            found[name] = convert(name, value, kinds[name])
+        task, rest = split(found)
+        task.config(rest)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return found
 
 
-class _PlainLoader(yaml.SafeLoader):
-    """Less than a SafeLoader: no tags, nothing that repeats or merges other parts, little nesting."""
+def _parse(content: bytes, path: Path) -> Any:
+    """Less than YAML: no tags, anchors, aliases or merges, no name twice, little nesting."""
+    import yaml
 
-    depth = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()  # type: ignore[no-untyped-call]
-        if isinstance(event, yaml.AliasEvent) or event.anchor or getattr(event, "tag", None):
-            raise yaml.YAMLError(f"line {event.start_mark.line + 1} has a tag, an anchor or an alias")
-        self.depth += 1
-        if self.depth > 4:
-            raise yaml.YAMLError(f"line {event.start_mark.line + 1} is nested too deeply")
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            name = str(key.value).replace("-", "_")
+    try:
+        depth = 0
+        for event in yaml.parse(content, yaml.SafeLoader):
+            line = event.start_mark.line + 1
+            if getattr(event, "anchor", None) or getattr(event, "tag", None):
+                raise yaml.YAMLError(f"line {line} has a tag, an anchor or an alias")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth >= NESTED:
+                raise yaml.YAMLError(f"line {line} is nested too deeply")
+        root, seen = yaml.compose(content, yaml.SafeLoader), set()
+        for key, _ in root.value if isinstance(root, yaml.MappingNode) else ():
+            line, name = key.start_mark.line + 1, str(key.value).replace("-", "_")
             if name == "<<":
-                raise yaml.YAMLError(f"line {key.start_mark.line + 1} merges another part")
+                raise yaml.YAMLError(f"line {line} merges another part")
             if name in seen:
-                raise yaml.YAMLError(f"line {key.start_mark.line + 1} gives {name[:64]} a second time")
+                raise yaml.YAMLError(f"line {line} gives {name[:64]} a second time")
             seen.add(name)
-        return super().construct_mapping(node, deep)
+        return yaml.safe_load(content)
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:  # yaml raises all
+        raise ConfigError(f"{path} is not plain YAML: {error}") from None
 
 
-def write(task: dict[str, Any], config: Config) -> bytes:
+def write(task: Task, config: Config) -> bytes:
     """The text of a settings file that makes the same run again."""
-    return yaml.safe_dump(task | config.as_dict(), sort_keys=False).encode()
+    import yaml
+
+    return yaml.safe_dump(asdict(task) | config.as_dict(), sort_keys=False).encode()

@@ -1,44 +1,14 @@
-"""SIGTERM and SIGINT as a wish that is asked for at a good moment, instead of an exception at any.
-
-Imported before all else: nothing here may take long to load.
-"""
+"""SIGTERM and SIGINT as a wish that is asked for at a good moment, instead of an exception at any."""
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 import threading
 from contextlib import AbstractContextManager
-from itertools import pairwise
-from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
 from dllp.errors import Interrupted
-
-
-def while_loading() -> None:
-    """Let Ctrl-C end the command `dllp` at once and silently while it loads; other programs are left as they are.
-
-    Nothing has begun, and as an exception it would be a traceback out of whatever is being imported.
-    """
-    program = next(iter(sys.argv), "")
-    if program == "-m":  # as it is until the module is found
-        program = next((word for before, word in pairwise(sys.orig_argv) if before == "-m"), "")
-    started = program in sys.orig_argv  # worker processes are only told the name
-    if started and Path(program).stem == "dllp" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _leave)
-
-
-def loaded() -> None:
-    """Ctrl-C is an exception again, for whoever started what must be ended well."""
-    if signal.getsignal(signal.SIGINT) is _leave:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    os._exit(128 + number)
 
 
 class Stop(AbstractContextManager["Stop"]):

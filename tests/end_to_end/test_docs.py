@@ -24,7 +24,7 @@ import pytest
 import yaml
 
 import dllp
-from dllp.cli import options
+from dllp.cli.parser import parse
 from paper.recipes import recipe
 from paper.tables import TABLES
 from tests.support.commands import ENVIRONMENT
@@ -215,10 +215,10 @@ def test_the_recipe_on_the_page_of_results_is_the_one_that_tables_take() -> None
 
 def test_the_command_on_the_page_of_results_is_a_row_of_table_1() -> None:
     (block,) = (block for block in blocks(DOCS / "results.md") if "--model resnet56" in block.code)
-    command, given = options.parse(shlex.split(block.code.replace("\\\n", " "))[1:])
+    args = parse(shlex.split(block.code.replace("\\\n", " "))[1:])
     row = next(row for row in TABLES["table1"].rows if row.name == "dllp-channel-55")
-    wanted = row.job.config
-    assert command == "prune" and given["model"] == row.job.network and given["data"] == TABLES["table1"].data
+    wanted, given = row.job.config, args.chosen
+    assert args.command == "prune" and given["model"] == row.job.network and given["data"] == TABLES["table1"].data
     defaults = {f.name: f.default for f in fields(dllp.Config)}
     for name in defaults.keys() - {"seed", "init", "precision"}:  # by name a network starts fresh
         assert given.get(name, defaults[name]) == getattr(wanted, name), name

@@ -25,7 +25,7 @@ import dllp
 from dllp import data as datasets
 from dllp import zoo
 from dllp.cli import main
-from dllp.cli.commands import COMMANDS
+from dllp.cli.parser import COMMANDS
 from dllp.training.snapshot import fingerprint
 from paper.tables import TABLES
 

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-from argparse import ArgumentParser
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from dllp.cli.commands import bench
 from dllp.cli.main import main
 from dllp.errors import StructureError
 from dllp.evaluation import metrics
 from paper import tables
-from paper.__main__ import options as plain_options
 from paper.jobs import Job, Runner
 from paper.plans import Quoted, Row, Table
 from paper.store import Store
@@ -257,7 +254,7 @@ def test_mistakes_are_one_line(table: Table, tmp_path: Path, capsys: pytest.Capt
         (["tiny", "--precision", "int8"], "expected float32, bfloat16"),
         (["tiny", "--sharp", "1/2"], "did you mean --shard?"),
         (["table1", "--data-root", str(tmp_path / "nowhere")], "nowhere is no folder"),
-        ([], "the table's name"),
+        ([], "required: NAME; see dllp bench --help"),
     ]
     for words, text in cases:
         assert main(["bench", *words, "--out", str(tmp_path / "out")]) == 2, words
@@ -281,14 +278,17 @@ sys.exit(main(["bench", "tiny", "--out", {str(results)!r}, "--summary-only"]))
 
 
 def test_tables_need_no_packages_of_the_command_line() -> None:
-    hidden = "; ".join(f"sys.modules[{name!r}] = None" for name in ("rich", "jsonargparse", "yaml"))
+    hidden = "; ".join(f"sys.modules[{name!r}] = None" for name in ("rich", "yaml"))
     script = f"import sys; {hidden}; from paper.__main__ import main; main(['figure4', '--list'])"
     done = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, check=True)
     assert "of 3 jobs are finished" in done.stdout
 
 
-def test_tables_without_these_packages_take_the_same_options() -> None:
-    def named(parser: ArgumentParser) -> dict[str, Any]:
-        return {action.dest: action.nargs for action in parser._actions if action.dest != "help"}
-
-    assert named(plain_options()) == named(bench())
+def test_a_wheel_without_the_tables_says_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "paper", None)
+    monkeypatch.delitem(sys.modules, "paper.__main__", raising=False)
+    for words in (["table1"], ["--help"]):
+        assert main(["bench", *words]) == 2
+        one_line(capsys, "in the source repository of dllp and not in its wheel")

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dllp
-from dllp.cli import options
+from dllp.cli.parser import parse
 from dllp.cli.report import command
-from dllp.cli.task import Task
 from dllp.evaluation import metrics
 from dllp.evaluation.examples import Examples
 from dllp.report import compare, contents, trust, weights
+from dllp.runs.settings import read, split
 from dllp.zoo import build
 from tests.support.pages import plots
 
@@ -80,10 +80,10 @@ def test_gates_over_time_are_shares(report_page: str, run: Path) -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"draw_gates": False, "dense": False, "gate_linear": True}])
 def test_the_command_makes_the_same_run_again(run: Path, changes: dict[str, bool]) -> None:
-    settings = options.read(run / "config.yaml") | changes
-    verb, words = options.parse(shlex.split(command(run, settings))[1:])
-    assert verb == "prune" and words.pop("out") == str(run)
-    task = Task(**{name: words.pop(name) for name in options.TASK if name in words})
-    assert task == Task(**{name: settings[name] for name in options.TASK})
-    again = task.config(words).resolved().as_dict()
+    settings = read(run / "config.yaml") | changes
+    args = parse(shlex.split(command(run, settings))[1:])
+    assert args.command == "prune" and args.out == str(run)
+    task, values = split(args.chosen)
+    assert task == split(settings)[0]
+    again = task.config(values).resolved().as_dict()
     assert again == {name: list(v) if isinstance(v, tuple) else v for name, v in settings.items() if name in again}

@@ -17,9 +17,9 @@ from torch import nn
 import dllp
 from dllp import files
 from dllp.cli.main import main
-from dllp.cli.task import Task
 from dllp.errors import ArtifactError, ConfigError
 from dllp.runs import pretrained
+from dllp.runs.settings import Task
 from dllp.zoo import build
 from tests.support.commands import FAST, one_line
 

@@ -25,10 +25,9 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from dllp import data
-from dllp.cli import options
 from dllp.data import cifar10
 from dllp.errors import DllpError
-from dllp.runs import artifacts, pretrained
+from dllp.runs import artifacts, pretrained, settings
 from paper.store import Store
 
 MB = 2**20
@@ -159,10 +158,10 @@ def cases(root: Path) -> dict[str, tuple[int, Callable[[], object]]]:
         *(f"{b}: &{b} [{','.join(['*' + a] * 9)}]" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
     ]
     laughs.write_text("\n".join(lines))
-    found["a billion laughs"] = 0, lambda: options.read(laughs)
+    found["a billion laughs"] = 0, lambda: settings.read(laughs)
     nested = root / "nested.yaml"
     nested.write_text("epochs: " + "[" * 30_000)
-    found["nested YAML"] = 0, lambda: options.read(nested)
+    found["nested YAML"] = 0, lambda: settings.read(nested)
 
     memo = b"\x80\x02}r\xff\xff\xff\x7f."
     found["a pickle with place 2**31"] = 0, lambda: cifar10.decode_python(memo, "here")

@@ -39,7 +39,7 @@ LED = (
 LIMIT = 20
 """Seconds after which a reader counts as hanging."""
 MEMORY = "/dev/shm"  # noqa: S108 - files that live for one input
-PACKAGES = ("dllp", "torch", "safetensors", "numpy", "pillow", "PyYAML", "jsonargparse")
+PACKAGES = ("dllp", "torch", "safetensors", "numpy", "pillow", "PyYAML")
 
 
 class Hang(BaseException):

@@ -16,12 +16,11 @@ from mutate import mutate, mutate_json, mutate_lines, mutate_tensors
 from reader import Broken, Reader, examples, network
 
 import dllp
-from dllp.cli import options
 from dllp.cli.main import main
-from dllp.cli.task import Task
 from dllp.errors import DllpError
 from dllp.prepare import make_gating
 from dllp.runs import artifacts, checkpoints, pretrained
+from dllp.runs.settings import read, split
 from dllp.structure.groups import discover
 from dllp.training import snapshot
 from dllp.training.particles import Particles
@@ -63,8 +62,8 @@ def settings(root: Path) -> list[Reader]:
 
     def read_values(content: bytes) -> None:
         path.write_bytes(content)
-        values = options.read(path)
-        Task(**{name: values.pop(name) for name in options.TASK if name in values}).config(values)
+        task, values = split(read(path))
+        task.config(values)
 
     def evaluate(name: str, content: bytes) -> None:
         before = (root / "run" / name).read_bytes()

@@ -13,9 +13,9 @@ from readers import Reader, readers
 from run import campaign, merge
 
 from dllp import files
-from dllp.cli import options
 from dllp.errors import DllpError
 from dllp.runs import artifacts
+from dllp.runs.settings import read
 
 IN_PROCESS = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
@@ -86,7 +86,7 @@ def test_settings_of_any_kind(tmp_path: Path, name: str, value: object) -> None:
     path = tmp_path / "any.yaml"
     path.write_text(f"{name}: {json.dumps(value)}\n")
     try:
-        assert set(options.read(path)) <= {name}
+        assert set(read(path)) <= {name}
     except DllpError as error:
         assert "any.yaml" in str(error) and str(error).isprintable()
 

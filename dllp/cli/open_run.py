@@ -1,0 +1,277 @@
+"""The data, the network and the configuration of a run: made from its settings, or read from its folder."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dllp import zoo
+from dllp.api import Result, load
+from dllp.baselines import find as find_method
+from dllp.cli import progress
+from dllp.cli.task import DENSE_FILE, SETTINGS
+from dllp.config import Config
+from dllp.data import ArrayData, Dataset
+from dllp.data import load as load_data
+from dllp.data.unreadable import Report, parse_fraction
+from dllp.data.ood import same as same_data
+from dllp.data.ood import without
+from dllp.errors import ArtifactError, ConfigError, DataError, first_line
+from dllp.evaluation.evaluate import DENSE
+from dllp.posterior import Posterior, posterior_of
+from dllp.runs import artifacts, settings
+from dllp.runs.settings import DLLP, Task
+
+SMALL = 10_000
+"""Training sets with fewer examples get batches of 64."""
+
+
+# ---- from settings
+
+
+def read_data(task: Task, seed: int, *, quiet: bool, report: Report | None = None) -> Dataset:
+    """The data set, with the held-out part in place of the test split where one is asked for."""
+    names = ("image_size", "augment", "validation", "workers", "max_bad")
+    options: dict[str, Any] = {name: getattr(task, name) for name in names}
+    with progress.download(quiet) as bar:
+        data = load_data(task.data, root=task.data_root, seed=seed, progress=bar, report=report, **options)
+    if task.leave_out:
+        data = without(data, tuple(name.strip() for name in task.leave_out.split(",")))
+    return replace(data, test=data.validation) if task.validation and data.validation is not None else data
+
+
+def configure(task: Task, values: Mapping[str, Any], data: Dataset | None = None) -> Config:
+    """The configuration that suits the method and the data; the user's `values` win."""
+    parse_fraction(task.max_bad)  # a bad value is an error before any data is read
+    suited: dict[str, Any] = {}
+    if task.method != DLLP:
+        method = find_method(task.method)
+        method.refuse_priors(values)
+        suited = {"granularity": method.granularity, "particles": 1}
+        for name, wanted in suited.items():
+            if values.get(name, wanted) != wanted:
+                raise ConfigError(f"method {method.name} has {name} = {wanted}: leave out {name}, or give {wanted}")
+        suited["weight_decay"] = Config().resolved().weight_decay  # the dense network's, also for single weights
+    if data is not None and not data.train.is_classification:
+        suited["task"] = "regression"
+    if data is not None and len(data.train) < SMALL and task.preset != "paper":
+        suited["batch_size"] = 64
+    return task.config(values, **suited)
+
+
+def build_network(task: Task, num_classes: int, in_channels: int, image_size: int, seed: int = 0) -> nn.Module:
+    """The network, its random weights fixed by the seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        if task.is_code:
+            return imported(task.model)
+        return zoo.build(task.model, num_classes, in_channels, image_size=image_size)
+
+
+def imported(path: str) -> nn.Module:
+    """The network that `package.module:factory` returns; the current folder is importable."""
+    module_name, _, factory_name = path.partition(":")
+    here = os.getcwd()  # the user's code may leave it
+    sys.path.insert(0, here)
+    try:
+        factory = getattr(importlib.import_module(module_name), factory_name)
+        model = factory()
+    except Exception as error:  # whatever the user's code raises is the user's to repair, and one line says what
+        raise ConfigError(f"model {path!r} cannot be made ({type(error).__name__}: {first_line(error)})") from error
+    finally:
+        if here in sys.path:
+            sys.path.remove(here)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model {path!r} gives a {type(model).__name__}: it must return a torch.nn.Module")
+    return model
+
+
+def check_import(task: Task, named: bool, whose: str) -> None:
+    """Raise where code would be imported because a file names it, not the command line."""
+    if task.is_code and not named:
+        raise ConfigError(f"{whose} network is code, {task.model}: name it with --model, or add --trust-imports")
+
+
+# ---- from a run folder
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A finished run folder before its networks are read.
+
+    Attributes:
+        record: Its run.json.
+        settings: Its config.yaml; empty where the run was made in Python.
+        task: Its settings with what the command line chose instead.
+        known: What run.json says of the training data.
+    """
+
+    folder: Path
+    record: dict[str, Any]
+    settings: dict[str, Any]
+    task: Task
+    known: dict[str, Any]
+
+    @property
+    def other_data(self) -> bool:
+        """The data is not what the run was trained on."""
+        return "data" not in self.settings or not same_data(self.task.data, self.settings["data"])
+
+    def read_data(self, *, quiet: bool, report: Report | None = None) -> Dataset:
+        """The run's data, or the data that was chosen instead."""
+        return read_data(self.task, self.settings.get("seed", 0), quiet=quiet, report=report)
+
+    def open(self, *, shape: Sequence[int] | None = None, data: Dataset | None = None) -> OpenRun:
+        """Read the networks; where run.json does not give their sizes, `shape` of one input or `data` do."""
+        known = self.known
+        shape = tuple(shape or known.get("shape") or (data.test.x.shape[1:] if data else ()))
+        if not shape:
+            raise ConfigError(
+                f"{self.folder} does not say what its inputs look like: give --shape, for example --shape 3 32 32"
+            )
+        if min(shape) < 1:
+            text = " ".join(map(str, shape))
+            raise ConfigError(f"shape = {text}: positive numbers are needed, such as --shape 3 32 32")
+        classes = known.get("num_classes") or (data.num_classes if data else 0)
+        if not classes and not self.task.is_code:
+            raise ConfigError(
+                f"{self.folder} does not say how many outputs its network has: give a factory with --model"
+            )
+        outputs = classes + (self.record["config"].get("noise") == "input")
+        sizes = outputs, known.get("in_channels") or shape[0], known.get("image_size") or min(shape[1:], default=1)
+        if not self.task.is_code:
+            with torch.device("meta"):  # no memory is taken before the shapes are known to fit
+                network = build_network(self.task, *sizes)
+            artifacts.check_declared(self.folder / "reference-0.safetensors", network)
+
+        def make() -> nn.Module:
+            return build_network(self.task, *sizes)
+
+        result = load(self.folder, make())
+        if known:
+            result.info["data"] = known
+        return OpenRun(self.folder, shape, result, make, known.get("dense_noise", torch.nan))
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """The networks of a finished run.
+
+    Attributes:
+        shape: Shape of one input.
+        network: Makes the network as it was before pruning, untrained.
+    """
+
+    folder: Path
+    shape: tuple[int, ...]
+    result: Result
+    network: Callable[[], nn.Module]
+    dense_noise: float
+
+    def dense_network(self) -> nn.Module | None:
+        """The trained dense network; None where the run has none."""
+        if not (self.folder / DENSE_FILE).exists():
+            return None
+        network = self.network().eval()
+        artifacts.read_network(self.folder / DENSE_FILE, network)
+        return network
+
+    def dense_posterior(self) -> Posterior | None:
+        """The same as a posterior of one network."""
+        network = self.dense_network()
+        return network and posterior_of([network], torch.tensor([self.dense_noise]), self.result.config)
+
+
+def read_run(
+    folder: Path, chosen: Mapping[str, Any], trust_imports: bool, *, needed: Sequence[str] = ("model",)
+) -> StoredRun:
+    """A finished run folder; settings that are `needed` come from its config.yaml or from what the user has `chosen`.
+
+    Its network is code that a file names: it is made only where the user has chosen it, or trusts the file.
+    """
+    record, stored = artifacts.read_run(folder), read_settings(folder)
+    for name in needed:
+        if name not in chosen and name not in stored:
+            raise ConfigError(f"{folder} has no {SETTINGS}: name the run's {name} with --{name}")
+    task, _ = settings.split({**stored, **chosen})
+    if "model" in needed:
+        check_import(task, "model" in chosen or trust_imports, "the run's")
+    run = StoredRun(folder, record, stored, task, described(record, folder))
+    return replace(run, task=replace(task, validation=0, leave_out="")) if run.other_data else run
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """A run folder's config.yaml; empty where the run was made in Python."""
+    return settings.read(artifacts.member(folder, SETTINGS)) if (folder / SETTINGS).exists() else {}
+
+
+def describe(data: Dataset) -> dict[str, Any]:
+    """What a later evaluation must know about the training data, ready for JSON."""
+    return {
+        "num_classes": data.num_classes,
+        "in_channels": data.in_channels,
+        "image_size": data.image_size,
+        "shape": list(data.train.shape),
+        "dtype": str(data.train.dtype).removeprefix("torch."),
+        "classes": list(data.classes),
+        "mean": data.train.mean and list(data.train.mean),
+        "std": data.train.std and list(data.train.std),
+    }
+
+
+def described(record: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """What :func:`describe` wrote, and the dense network's noise, out of a run.json by anyone."""
+    known, noise = record["info"].get("data", {}), record["info"].get("dense_noise")
+    number = (int, float)
+    checks: dict[str, Callable[[Any], bool]] = {
+        **dict.fromkeys(("num_classes", "in_channels", "image_size"), lambda v: type(v) is int and 1 <= v <= 2**20),
+        "shape": lambda v: isinstance(v, list) and len(v) <= 8 and all(type(n) is int and n > 0 for n in v),
+        "dtype": lambda v: v in ("uint8", "float32"),
+        "classes": lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v),
+        **dict.fromkeys(
+            ("mean", "std"), lambda v: v is None or (isinstance(v, list) and all(type(n) in number for n in v))
+        ),
+    }
+    place = f"{folder / artifacts.RUN}, 'info'"
+    if not isinstance(known, dict) or (noise is not None and type(noise) not in number):
+        raise ArtifactError(f"{place}: 'data' or 'dense_noise' is of the wrong kind")
+    for name, fits in checks.items():
+        if name in known and not fits(known[name]):
+            raise ArtifactError(f"{place}, 'data': {name!r} is not what describes a data set")
+    if any(n <= 0 for n in known.get("std") or ()):
+        raise ArtifactError(f"{place}, 'data': 'std' must be positive")
+    return {name: known[name] for name in checks if name in known} | ({} if noise is None else {"dense_noise": noise})
+
+
+def as_trained(data: Dataset, known: Mapping[str, Any]) -> ArrayData:
+    """The test split of other data as the run's networks expect it: same shape and classes, their normalisation."""
+    shape, classes = known.get("shape"), known.get("classes")
+    if shape is not None and list(data.test.x.shape[1:]) != shape:
+        found = tuple(data.test.x.shape[1:])
+        raise DataError(
+            f"{data.name} has inputs of shape {found}, but the run was trained on {tuple(shape)}: give data of that "
+            "shape; images in folders are resized by --image-size"
+        )
+    if classes is not None and list(data.classes) != classes:
+        raise DataError(
+            f"{data.name} has other classes ({', '.join(data.classes[:4])}, ...) than the run "
+            f"({', '.join(classes[:4])}, ...): the labels would not mean the same"
+        )
+    mean, std = known.get("mean"), known.get("std")
+    return data.test if mean is None or std is None else replace(data.test, mean=tuple(mean), std=tuple(std))
+
+
+def disk(folder: Path, result: Result) -> dict[str, int]:
+    """Bytes of every network of a run folder, by the name of its row."""
+    sizes = {f"particle {i + 1}": artifacts.network_bytes(folder, i) for i in range(len(result.particles))}
+    if (folder / DENSE_FILE).exists():
+        sizes[DENSE] = artifacts.member(folder, DENSE_FILE).stat().st_size
+    return sizes
