@@ -191,7 +191,7 @@ def render_outside(rows: Sequence[Row], regression: bool = False) -> Table:
     if regression:
         del names["auroc_mutual_information"]
     measure = "variance" if regression else "entropy"
-    title = f"out-of-distribution inputs, told apart by the {measure} of the prediction"
+    title = f"out-of-distribution inputs,\nby the {measure} of the prediction"
     table = _section(title, "network", *names.values())
     place = ""
     for row in rows:

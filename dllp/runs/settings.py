@@ -7,6 +7,7 @@ neither PyTorch nor, before a file is read, yaml: `dllp --help` and benches on b
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -151,7 +152,9 @@ def _converted(value: Any, kind: Any) -> Any:
             return tuple(_converted(part, float) for part in parts)
     elif kind in (int, float):
         if isinstance(value, str) or (isinstance(value, (int, kind)) and not isinstance(value, bool)):
-            return kind(value)
+            number = kind(value)
+            if math.isfinite(number):
+                return number
     elif isinstance(value, kind):
         return value
     raise ValueError
