@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
-from dllp.cli.parser import Parser, add, add_fields
+from dllp.cli.parser import QUIET, Parser, add, add_fields
 from dllp.config import Config
 from dllp.errors import DllpError, Interrupted
 from dllp.runs.settings import Task
@@ -70,9 +70,9 @@ def add_options(parser: Parser) -> None:
     text = "Head of the Ray cluster: HOST:PORT, auto, or local. (default: $RAY_ADDRESS, or a Ray of its own)"
     add(parser, "--address", str, text)
     add(parser, "--cpus", int, "Processors for each job on Ray. (default: 1)")
-    parser.add_argument("--list", action="store_true", help="Print the jobs and what is finished, and run nothing.")
-    parser.add_argument("--summary-only", action="store_true", help="Write the table again, and run nothing.")
-    parser.add_argument("--quiet", action="store_true", help="Print nothing but errors.")
+    add(parser, "--list", bool, "Print the jobs and what is finished, and run nothing.")
+    add(parser, "--summary-only", bool, "Write the table again, and run nothing.")
+    add(parser, *QUIET)
 
 
 def main(words: Sequence[str] | None = None) -> int:

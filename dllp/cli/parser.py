@@ -56,20 +56,23 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         command = commands.add_parser(name, help=line)
         if name in words[:1] or name != "bench":
             add_options(command)
-    args, rest = parser.parse_known_args([_dashed(word) for word in words])
+    args, rest = parser.parse_known_args(_usual(words))
     if rest:
         raise ConfigError(_unexpected(rest, commands.choices, args.command))
     given = vars(args)
     args.chosen = {name.removeprefix(CHOSEN): given.pop(name) for name in [*given] if name.startswith(CHOSEN)}
-    if str(args.chosen.get("init")).endswith(SUFFIXES):
-        args.chosen["weights"] = args.chosen.pop("init")
     return args
 
 
-def _dashed(word: str) -> str:
-    """--keep_flops=0.5 -> --keep-flops=0.5."""
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+def _usual(words: Sequence[str]) -> list[str]:
+    """Other ways to write an option as the usual one: --keep_flops=0.5, and --init FILE for --weights FILE."""
+    found = list(words)
+    for i, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == "--init" and (value if equals else "".join(words[i + 1 : i + 2])).endswith(SUFFIXES):
+            name = "--weights"
+        found[i] = name.replace("_", "-") + equals + value if name.startswith("--") else word
+    return found
 
 
 def _unexpected(words: Sequence[str], parsers: dict[str, Parser], command: str) -> str:
@@ -87,38 +90,34 @@ def _unexpected(words: Sequence[str], parsers: dict[str, Parser], command: str) 
 # ---- options by their types
 
 
-def add(group: Group, flag: str, kind: Any, text: str, *, default: Any = None, **more: Any) -> None:
-    """An option with values of an annotated type; help names its default where there is one."""
+def add(group: Group, flag: str, kind: Any, text: str, **options: Any) -> None:
+    """An option with values of an annotated type, a bool by its name alone; help shows a default that is given."""
     name = flag.removeprefix("--").replace("-", "_")
-    if default not in (None, argparse.SUPPRESS):
-        text = f"{text} (default: {default})"
-    if default is not None:
-        more["default"] = default
-    more.setdefault("metavar", _metavar(kind))
-    group.add_argument(flag, type=lambda word: _typed(name, word, kind), help=text.replace("%", "%%"), **more)
-
-
-def _typed(name: str, word: str, kind: Any) -> Any:
-    """`--init FILE` is another way to say `--weights FILE`: such a file is no mistake."""
-    return word if name == "init" and word.endswith(SUFFIXES) else convert(name, word, kind)
+    if options.get("default", argparse.SUPPRESS) is not argparse.SUPPRESS:
+        text += f" (default: {options['default']})"
+    if kind is bool:
+        options.setdefault("action", "store_true")
+    else:
+        options.setdefault("metavar", _metavar(kind))
+        options["type"] = lambda word: convert(name, word, kind)
+    group.add_argument(flag, help=text.replace("%", "%%"), **options)
 
 
 def add_fields(group: Group, cls: type, names: Sequence[str], *, defaults: bool = True, prefix: str = CHOSEN) -> None:
     """An option for each named field of a dataclass; one that is not given leaves no trace."""
-    texts = _texts(cls)
+    kinds, texts = types_of(cls), _texts(cls)
     for field in fields(cls):
         if field.name not in names:
             continue
-        flag, kind, text = "--" + field.name.replace("_", "-"), types_of(cls)[field.name], texts[field.name]
+        kind, text = kinds[field.name], texts[field.name]
         if field.name in SUITED:
             text += " (default: *)"
         elif defaults and field.default is not None and field.default is not False:
             text += f" (default: {field.default})"
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": prefix + field.name}
-        if kind is bool or bool in get_args(kind):
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text.replace("%", "%%"), **options)
-        else:
-            add(group, flag, kind, text, **options)
+        if bool in (kind, *get_args(kind)):
+            kind, options["action"] = bool, argparse.BooleanOptionalAction
+        add(group, "--" + field.name.replace("_", "-"), kind, text, **options)
 
 
 def _metavar(kind: Any) -> str:
@@ -142,6 +141,9 @@ def _texts(cls: type) -> dict[str, str]:
 
 # ---- options that several commands take
 
+TRUST = "--trust-imports", bool, "Import the network that a settings file names."
+QUIET = "--quiet", bool, "Print nothing but errors."
+
 
 def _describe(parser: Parser, usage: str, about: str, examples: str) -> None:
     parser.usage, parser.description, parser.epilog = f"dllp {usage} [options]", about, examples
@@ -152,17 +154,9 @@ def _folder(parser: Parser) -> None:
     parser.add_argument("folder", metavar="DIR", help="Folder of a finished run.")
     add(parser, "--particle", int, "Which extracted network, from 1.", default=1, metavar="K")
     add_fields(parser, Task, ("model",), defaults=False)
-    _trust(parser)
+    add(parser, *TRUST)
     text = "Shape of one input, where the run does not say it: channels, height, width."
     add(parser, "--shape", int, text, nargs="+")
-
-
-def _trust(group: Group) -> None:
-    group.add_argument("--trust-imports", action="store_true", help="Import the network that a settings file names.")
-
-
-def _quiet(group: Group) -> None:
-    group.add_argument("--quiet", action="store_true", help="Print nothing but errors.")
 
 
 # ---- one function a command
@@ -173,17 +167,17 @@ def _prune(parser: Parser) -> None:
     add_fields(parser.add_argument_group("data and network"), Task, TASK)
     group = parser.add_argument_group("run folder and output")
     add(group, "--out", str, "Folder of the run.", default="runs/last", metavar="DIR")
-    group.add_argument("--overwrite", action="store_true", help="Replace the run that the folder holds.")
-    group.add_argument("--resume", action="store_true", help="Go on with the unfinished run in the folder.")
+    add(group, "--overwrite", bool, "Replace the run that the folder holds.")
+    add(group, "--resume", bool, "Go on with the unfinished run in the folder.")
     text = "Steps between two checkpoints, besides one at each epoch's end; 0 for no others."
     add(group, "--checkpoint-steps", int, text, default=0)
     text = "Minutes between two checkpoints, besides one at each epoch's end; 0 for no others."
     add(group, "--checkpoint-minutes", float, text, default=10.0)
     add(group, "--config", str, "YAML settings, such as a run folder's config.yaml.", metavar="FILE")
-    _trust(group)
+    add(group, *TRUST)
     text = "Curves and histograms for TensorBoard, in the run folder; needs pip install 'dllp[tensorboard]'."
-    group.add_argument("--tensorboard", action="store_true", help=text)
-    _quiet(group)
+    add(group, "--tensorboard", bool, text)
+    add(group, *QUIET)
     add_fields(parser.add_argument_group("what to keep, and how long to train"), Config, MAIN)
     rest = [field.name for field in fields(Config) if field.name not in MAIN]
     add_fields(parser.add_argument_group("recipe"), Config, rest)
@@ -195,12 +189,12 @@ def _evaluate(parser: Parser) -> None:
     parser.add_argument("folder", metavar="DIR", help="Folder of a finished run.")
     names = ("data", "model", "data_root", "image_size", "workers", "max_bad")
     add_fields(parser, Task, names, defaults=False)
-    _trust(parser)
+    add(parser, *TRUST)
     text = "gaussian-blur:RADIUS,..., sharpen, noise:SIGMA,... (in units of 0..1)."
     add(parser, "--corrupt", str, text, nargs="+", metavar="KIND")
     text = "Out-of-distribution inputs: noise, digits, cifar10, left-out (see --leave-out of dllp prune), or a folder."
     add(parser, "--ood", str, text, nargs="+", metavar="NAME")
-    parser.add_argument("--references", action="store_true", help="Also measure the particles before extraction.")
+    add(parser, "--references", bool, "Also measure the particles before extraction.")
     text = "Also measure N networks for each particle whose gates are drawn by their probabilities."
     add(parser, "--gate-draws", int, text)
     add(parser, "--subset", float, "Fraction of the examples to use.")
@@ -213,7 +207,7 @@ def _analyze(parser: Parser) -> None:
     _describe(parser, "analyze DIR", about, ANALYZE)
     _folder(parser)
     add(parser, "--json", str, "File for every figure, with densities for plots.", metavar="FILE")
-    _quiet(parser)
+    add(parser, *QUIET)
 
 
 def _report(parser: Parser) -> None:
@@ -223,8 +217,8 @@ def _report(parser: Parser) -> None:
     text = "File to write. (default: report.html in the run's folder; for several runs in the current one)"
     add(parser, "--out", str, text, metavar="FILE")
     add_fields(parser, Task, ("data", "model", "data_root"), defaults=False)
-    _trust(parser)
-    _quiet(parser)
+    add(parser, *TRUST)
+    add(parser, *QUIET)
 
 
 def _export(parser: Parser) -> None:
@@ -235,8 +229,8 @@ def _export(parser: Parser) -> None:
     add(parser, "--out", str, "File to write.", required=True, metavar="FILE")
     add(parser, "--format", Literal["onnx", "pt2"], "Its kind; by default what its name ends in, or onnx.")
     text = "All particles, with their uncertainty as further outputs."
-    parser.add_argument("--posterior", action="store_true", help=text)
-    parser.add_argument("--uint8", action="store_true", help="Take raw images and normalise them inside.")
+    add(parser, "--posterior", bool, text)
+    add(parser, "--uint8", bool, "Take raw images and normalise them inside.")
     text = "Add dead channels up to multiples of this; the outputs stay the same."
     add(parser, "--pad-to", int, text, default=1)
 
@@ -250,7 +244,7 @@ def _speed(parser: Parser) -> None:
     add(parser, "--round-to", int, text, default=8)
     add(parser, "--seconds", float, "Time for each setting.", default=5.0)
     add(parser, "--json", str, "File for every figure.", metavar="FILE")
-    _quiet(parser)
+    add(parser, *QUIET)
 
 
 def _bench(parser: Parser) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -19,7 +19,7 @@ from rich.text import Text
 from dllp.deploy.speed import LayerTime, headline, holding_back
 from dllp.deploy.speed import Row as SpeedRow
 from dllp.deploy.speed import describe as describe_speed
-from dllp.evaluation.evaluate import CLEAN, OOD, TOGETHER, Efficiency, Evaluation, Row
+from dllp.evaluation.evaluate import CLEAN, OOD, TOGETHER, Evaluation, Row
 from dllp.records import EpochRecord
 from dllp.training.state import RunState
 
@@ -164,77 +164,6 @@ def memory(device: torch.device) -> str:
     return _short(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "B")
 
 
-def show(rows: Sequence[Row], title: str) -> None:
-    """Print the table on standard output."""
-    console = Console(file=sys.stdout)
-    console.print(Text(title), soft_wrap=True)  # names out of files are no markup, and may be wider than the table
-    console.print(render(rows), crop=False)
-
-
-def show_evaluation(found: Evaluation, title: str) -> None:
-    """Print an evaluation: the table, out-of-distribution inputs, estimation efficiency."""
-    outside = [row for row in found.rows if row.data.startswith(OOD)]
-    show([row for row in found.rows if row not in outside], title)
-    console = Console(file=sys.stdout)
-    if outside:
-        console.print(render_outside(outside, regression="rmse" in found.rows[0].metrics), crop=False)
-    if len(found.efficiency) > 1:
-        console.print(render_efficiency(found.efficiency), crop=False)
-
-
-def render_outside(rows: Sequence[Row], regression: bool = False) -> Table:
-    """How well uncertainty sets out-of-distribution inputs apart.
-
-    Of a classifier by entropy, and by mutual information of several particles; of a regression by variance.
-    """
-    names = {"auroc": "AUROC", "fpr95": "FPR95", "auroc_mutual_information": "AUROC\nby information"}
-    if regression:
-        del names["auroc_mutual_information"]
-    measure = "variance" if regression else "entropy"
-    title = f"out-of-distribution inputs,\nby the {measure} of the prediction"
-    table = _section(title, "network", *names.values())
-    place = ""
-    for row in rows:
-        if row.data != place:
-            place = row.data
-            table.add_section()
-            table.add_row(Text(place.removeprefix(OOD)), style="italic")  # a folder's name is no markup
-        values = [row.metrics.get(name) for name in names]
-        table.add_row(row.name, *("-" if value is None else f"{100 * value:.2f}%" for value in values))
-    return table
-
-
-def render_efficiency(rows: Sequence[Efficiency]) -> Table:
-    """Estimation efficiency on each version of the data."""
-    n = rows[0].particles
-    table = _section("estimation efficiency e = s2 / (s2 + a2/n + b2)", "data", "s2", "a2", "b2", "n = 1", f"n = {n}")
-    for row in rows:
-        shares = [f"{100 * e:.1f}%" for e in (row.one, row.together)]
-        table.add_row(row.data, f"{row.s2:.5f}", f"{row.a2:.5f}", f"{row.b2:.5f}", *shares)
-    return table
-
-
-def render(rows: Sequence[Row]) -> Table:
-    """Rows as a table: accuracy, costs and calibration for classification, the error for regression."""
-    regression = "rmse" in rows[0].metrics
-    quality = {"rmse": "RMSE"} if regression else {"accuracy": "accuracy"}
-    calibration = {"nll": "NLL"} if regression else {"ece": "ECE", "nll": "NLL"}
-    costs = ("FLOPs\n(MACs)", "parameters", "bytes\non disk")
-    table = _section(None, "network", *quality.values(), *costs, *calibration.values())
-    place = CLEAN
-    for row in rows:
-        if row.data != place:
-            place = row.data
-            table.add_section()
-            table.add_row(place, style="italic")
-        cells = [row.name]
-        cells += [_number(name, row.metrics.get(name)) for name in quality]
-        cells += [_short(row.macs, ""), _short(row.params, ""), _short(row.bytes, "B")]
-        cells += [_number(name, row.metrics.get(name)) for name in calibration]
-        table.add_row(*cells, style="bold" if row.name == TOGETHER else None)
-    return table
-
-
 @contextmanager
 def status(quiet: bool) -> Iterator[Callable[[str], None]]:
     """A line on standard error that says what is being done; nothing where that is no terminal."""
@@ -243,6 +172,58 @@ def status(quiet: bool) -> Iterator[Callable[[str], None]]:
         return
     with _stderr().status("") as line:
         yield lambda text: line.update(Text(text))  # a folder's name is no markup
+
+
+# ---- tables
+
+
+def show(rows: Sequence[Row], title: str) -> None:
+    """Print rows of an evaluation: accuracy, costs and calibration of classifiers, the error of regressions."""
+    regression = "rmse" in rows[0].metrics
+    quality = {"rmse": "RMSE"} if regression else {"accuracy": "accuracy"}
+    calibration = {"nll": "NLL"} if regression else {"ece": "ECE", "nll": "NLL"}
+    columns = ("network", *quality.values(), "FLOPs\n(MACs)", "parameters", "bytes\non disk", *calibration.values())
+    sections: dict[str, list[list[str]]] = {}
+    for row in rows:
+        cells = [row.name, *(_number(name, row.metrics.get(name)) for name in quality)]
+        cells += [_short(row.macs, ""), _short(row.params, ""), _short(row.bytes, "B")]
+        cells += [_number(name, row.metrics.get(name)) for name in calibration]
+        sections.setdefault("" if row.data == CLEAN else row.data, []).append(cells)
+    console = Console(file=sys.stdout)
+    console.print(Text(title), soft_wrap=True)  # names out of files are no markup, and may be wider than the table
+    console.print(_table(None, columns, sections), crop=False)
+
+
+def show_evaluation(found: Evaluation, title: str) -> None:
+    """Print an evaluation: the table, out-of-distribution inputs, estimation efficiency."""
+    show([row for row in found.rows if not row.data.startswith(OOD)], title)
+    _show_outside([row for row in found.rows if row.data.startswith(OOD)], "rmse" in found.rows[0].metrics)
+    if len(found.efficiency) > 1:
+        heads = "data", "s2", "a2", "b2", "n = 1", f"n = {found.efficiency[0].particles}"
+        rows = [
+            [e.data, f"{e.s2:.5f}", f"{e.a2:.5f}", f"{e.b2:.5f}", f"{100 * e.one:.1f}%", f"{100 * e.together:.1f}%"]
+            for e in found.efficiency
+        ]
+        table = _table("estimation efficiency e = s2 / (s2 + a2/n + b2)", heads, {"": rows})
+        Console(file=sys.stdout).print(table, crop=False)
+
+
+def _show_outside(rows: Sequence[Row], regression: bool) -> None:
+    """How well uncertainty sets out-of-distribution inputs apart.
+
+    Of a classifier by entropy, and by mutual information of several particles; of a regression by variance.
+    """
+    names = {"auroc": "AUROC", "fpr95": "FPR95"}
+    if not regression:
+        names["auroc_mutual_information"] = "AUROC\nby information"
+    sections: dict[str, list[list[str]]] = {}
+    for row in rows:
+        values = [row.metrics.get(name) for name in names]
+        cells = [row.name, *("-" if value is None else f"{100 * value:.2f}%" for value in values)]
+        sections.setdefault(row.data.removeprefix(OOD), []).append(cells)
+    title = f"out-of-distribution inputs,\nby the {'variance' if regression else 'entropy'} of the prediction"
+    if rows:
+        Console(file=sys.stdout).print(_table(title, ("network", *names.values()), sections), crop=False)
 
 
 def show_speed(rows: Sequence[SpeedRow], layers: Sequence[LayerTime], title: str) -> None:
@@ -266,27 +247,24 @@ def show_speed(rows: Sequence[SpeedRow], layers: Sequence[LayerTime], title: str
 
 def render_speed(rows: Sequence[SpeedRow], title: str) -> Group:
     """A small table for each setting, then one with what does not depend on it; all fit 80 columns."""
-    settings: dict[str, list[SpeedRow]] = {}
-    sizes: dict[str, SpeedRow] = {}
+    settings: dict[str, list[list[str]]] = {}
+    sizes: dict[str, list[str]] = {}
     for row in rows:
+        name, runtime = row.network + " int8" * row.runtime.endswith("int8"), row.runtime.split()[0]
         threads = f" {row.threads} thread{'s' * (row.threads > 1)}" if row.device == "cpu" else ""
-        runtime = row.runtime.split()[0]
-        settings.setdefault(f"{runtime}, {row.device}{threads}, batch {row.batch}", []).append(row)
+        spread = f"{1e3 * row.low:.2f}-{1e3 * row.high:.2f}"
+        gain = "-" if row.speedup is None else f"{row.speedup:.2f}x"
+        share = "-" if row.share is None else f"{100 * row.share:.0f}%"
+        cells = [name, f"{1e3 * row.median:.2f}", spread, f"{row.throughput:.0f}", gain, share]
+        settings.setdefault(f"{runtime}, {row.device}{threads}, batch {row.batch}", []).append(cells)
         if row.memory is not None:
-            sizes.setdefault(f"{_speed_name(row)}, {runtime} {row.device}", row)
-    parts: list[Text | Table] = [Text(title, style="bold")]
-    for name, found in settings.items():
-        table = _section(name, "network", "ms", "quartiles", "examples/s", "speed-up", "time share")
-        for row in found:
-            spread = f"{1e3 * row.low:.2f}-{1e3 * row.high:.2f}"
-            gain = "-" if row.speedup is None else f"{row.speedup:.2f}x"
-            share = "-" if row.share is None else f"{100 * row.share:.0f}%"
-            table.add_row(_speed_name(row), f"{1e3 * row.median:.2f}", spread, f"{row.throughput:.0f}", gain, share)
-        parts.append(table)
-    table = _section("sizes (peak: memory at the largest batch)", "network", "MACs", "on disk", "peak")
-    for name, row in sizes.items():
-        table.add_row(name, _short(row.macs, ""), _short(row.bytes, "B"), _short(row.memory, "B"))
-    return Group(*parts, table)
+            name = f"{name}, {runtime} {row.device}"
+            sizes.setdefault(name, [name, _short(row.macs, ""), _short(row.bytes, "B"), _short(row.memory, "B")])
+    heads = "network", "ms", "quartiles", "examples/s", "speed-up", "time share"
+    parts = [_table(name, heads, {"": cells}) for name, cells in settings.items()]
+    heads = "network", "MACs", "on disk", "peak"
+    parts.append(_table("sizes (peak: memory at the largest batch)", heads, {"": list(sizes.values())}))
+    return Group(Text(title, style="bold"), *parts)
 
 
 class _Whole(Table):
@@ -299,17 +277,20 @@ class _Whole(Table):
         yield from super().__rich_console__(console, options.update(width=max(options.max_width, needed)))
 
 
-def _section(title: str | None, *columns: str) -> Table:
+def _table(title: str | None, columns: Sequence[str], sections: Mapping[str, Sequence[Sequence[str]]]) -> Table:
+    """Rows of cells under the name of their section, if it has one; names to the left, numbers to the right."""
     table = _Whole(
         title=title and Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
     )
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i else "left", no_wrap=bool(i), overflow="fold")
+    for name, rows in sections.items():
+        if name:
+            table.add_section()
+            table.add_row(Text(name), style="italic")  # a folder's name is no markup
+        for cells in rows:
+            table.add_row(*cells, style="bold" if cells[0] == TOGETHER else None)
     return table
-
-
-def _speed_name(row: SpeedRow) -> str:
-    return row.network + (" int8" if row.runtime.endswith("int8") else "")
 
 
 def _stderr() -> Console:

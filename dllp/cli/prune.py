@@ -77,7 +77,7 @@ def run(args: Namespace) -> None:
         task, values = found
         if task.is_code:
             folder.command += f" --model {shlex.quote(task.model)}"
-        _Pruning(ranks, folder, signals, rhythm, args.quiet, args.tensorboard).run(task, values)
+        _Pruning(args, ranks, folder, signals, rhythm).run(task, values)
 
 
 def follow(ranks: Ranks, signals: Signals) -> None:
@@ -153,10 +153,10 @@ class _Pruning:
     """One run of the command, from validated options to the table at the end."""
 
     def __init__(
-        self, ranks: Ranks, folder: RunFolder, signals: Signals, rhythm: dict[str, Any], quiet: bool, show_board: bool
+        self, args: Namespace, ranks: Ranks, folder: RunFolder, signals: Signals, rhythm: dict[str, Any]
     ) -> None:
-        self.ranks, self.folder, self.signals, self.rhythm, self.quiet = ranks, folder, signals, rhythm, quiet
-        self.show_board = show_board
+        self.ranks, self.folder, self.signals, self.rhythm = ranks, folder, signals, rhythm
+        self.quiet, self.show_board = args.quiet, args.tensorboard
 
     def run(self, task: Task, values: dict[str, Any]) -> None:
         data, config, model, self.new_head = prepared(self.ranks, task, values, self.leave_out, self.quiet)
