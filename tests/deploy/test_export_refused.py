@@ -120,7 +120,7 @@ def test_mistakes_in_python_are_one_line(
 
 def test_file_is_asked_for(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(run)]) == 2
-    one_line(capsys, "--out FILE")
+    one_line(capsys, "required: --out; see dllp export --help")
     assert main(["export", str(run), "--out", str(tmp_path)]) == 2
     one_line(capsys, "is a folder")
 

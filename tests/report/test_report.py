@@ -158,7 +158,7 @@ def test_mistakes_are_one_line(run: Path, tmp_path: Path, capsys: pytest.Capture
         assert main(["report", str(run), str(tmp_path / folder), "--out", str(tmp_path / "a.html")]) == 2
         one_line(capsys, words)
     assert main(["report"]) == 2
-    one_line(capsys, "the run folder")
+    one_line(capsys, "required: DIR; see dllp report --help")
     assert main(["report", str(run), "--out", str(run / "run.json" / "a.html"), "--quiet"]) == 2
     one_line(capsys, "cannot write")
     assert not list(tmp_path.rglob("*.html"))
