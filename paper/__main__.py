@@ -54,7 +54,7 @@ def add_options(parser: Parser) -> None:
     text = "Folder of images for table3: class folders or tar shards, of any size."
     add(parser, "--data", str, text, metavar="FOLDER")
     add_fields(parser, Task, ("data_root", "image_size", "workers", "max_bad"), prefix="")
-    add_fields(parser, Config, ("device", "recompute"), prefix="")
+    add_fields(parser, Config, ("recompute", "device"), prefix="")
     text = "float32, or bfloat16 with float32 master weights. (default: bfloat16 on CUDA)"
     add(parser, "--precision", Literal["float32", "bfloat16"], text)
     add(parser, "--epochs", int, "Epochs of a quick try, in a folder of its own.")

@@ -106,18 +106,17 @@ def add(group: Group, flag: str, kind: Any, text: str, **options: Any) -> None:
 def add_fields(group: Group, cls: type, names: Sequence[str], *, defaults: bool = True, prefix: str = CHOSEN) -> None:
     """An option for each named field of a dataclass; one that is not given leaves no trace."""
     kinds, texts = types_of(cls), _texts(cls)
-    for field in fields(cls):
-        if field.name not in names:
-            continue
-        kind, text = kinds[field.name], texts[field.name]
-        if field.name in SUITED:
+    usual = {field.name: field.default for field in fields(cls)}
+    for name in names:
+        kind, text = kinds[name], texts[name]
+        if name in SUITED:
             text += " (default: *)"
-        elif defaults and field.default is not None and field.default is not False:
-            text += f" (default: {field.default})"
-        options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": prefix + field.name}
+        elif defaults and usual[name] is not None and usual[name] is not False:
+            text += f" (default: {usual[name]})"
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": prefix + name}
         if bool in (kind, *get_args(kind)):
             kind, options["action"] = bool, argparse.BooleanOptionalAction
-        add(group, "--" + field.name.replace("_", "-"), kind, text, **options)
+        add(group, "--" + name.replace("_", "-"), kind, text, **options)
 
 
 def _metavar(kind: Any) -> str:
@@ -129,8 +128,9 @@ def _metavar(kind: Any) -> str:
 
 
 def _texts(cls: type) -> dict[str, str]:
-    """Field name -> its text in the docstring's Args; a field explained beside another one points there."""
-    entries = re.findall(r"^ {8}([\w, ]+): (.*(?:\n {12}.*)*)", cls.__doc__ or "", re.MULTILINE)
+    """Field name -> its text in the Args of its class or a base; a field explained beside another one points there."""
+    docs = "\n".join(base.__doc__ or "" for base in cls.__mro__ if base is not object)
+    entries = re.findall(r"^ {8}([\w, ]+): (.*(?:\n {12}.*)*)", docs, re.MULTILINE)
     own = {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}
     for field in fields(cls):
         if field.name not in own:

@@ -16,7 +16,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from dllp import files
-from dllp.config import Config, types_of
+from dllp.config import RETIRED, Config, check_retired, types_of
 from dllp.errors import ConfigError
 
 DLLP = "dllp"
@@ -191,9 +191,10 @@ def read(path: Path) -> dict[str, Any]:
         found = {}
         for name, value in values.items():
             name = name.replace("-", "_")
-            if name not in kinds:
+            if name not in kinds and name not in RETIRED:
                 raise ConfigError(f"unknown name {name!r}{near(name, kinds)}")
-            found[name] = convert(name, value, kinds[name])
+            found[name] = convert(name, value, kinds.get(name, float | None))
+        found = check_retired(found)
         task, rest = split(found)
         task.config(rest)
     except ConfigError as error:
