@@ -1,4 +1,4 @@
-"""Methods of pruning to compare with, each written from its paper's description; one file for each."""
+"""Pruning methods to compare with, each written from its paper's description, one file a method."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 
 
 def find(text: str) -> Method:
-    """A method by name, with hyperparameters where it is not to have its own: `polarization:strength=1e-4,t=1.1`."""
-    if not isinstance(text, str):
-        raise ConfigError(f"method {text!r:.60}: give a name, such as {Slimming.name}")
+    """A method by name, with other hyperparameters than its own where given: `polarization:strength=1e-4,t=1.1`."""
     name, _, given = text.partition(":")
     if name == "dllp":  # without any it never comes here
         raise ConfigError(f"method {text}: dllp has no hyperparameters behind its name: give them as options")
@@ -54,8 +52,6 @@ def find(text: str) -> Method:
     known = hyperparameters(method)
     for part in given.split(",") if ":" in text else ():
         key, _, value = part.partition("=")
-        if key in values:
-            raise ConfigError(f"method {text}: {key} is given twice, leave out one of both")
         if key not in known:
             raise ConfigError(f"method {name} has no hyperparameter {key!r}: it has {', '.join(known) or 'none'}")
         try:
@@ -66,5 +62,5 @@ def find(text: str) -> Method:
 
 
 def hyperparameters(method: Method) -> dict[str, float]:
-    """What of a method can be set, and to what it is."""
+    """The hyperparameters of a method by name."""
     return {entry.name: getattr(method, entry.name) for entry in fields(method)}

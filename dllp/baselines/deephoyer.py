@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dllp.baselines.protocol import Method, Published, Scene, not_negative, penalty, share
+from dllp.baselines.protocol import Gradient, Method, Published, Scene, not_negative, prior_penalty, share
 from dllp.method.other_priors import PRIORS
-from dllp.training.state import RunState
 
 
 @dataclass(frozen=True)
@@ -35,12 +34,11 @@ class DeepHoyer(Method):
     least: float = 0.05
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         not_negative(strength=self.strength)
         share(least=self.least)
 
-    def start(self, state: RunState, scene: Scene) -> None:
-        state.penalty = penalty(scene.filters, PRIORS["hoyer"], self.strength, 1.0)
+    def penalty(self, scene: Scene) -> Gradient:
+        return prior_penalty(scene.filters, PRIORS["hoyer"], self.strength, 1.0)
 
     def scores(self, scene: Scene) -> Tensor:
         norms = scene.filters.of(scene.particles.rows)[0].abs()

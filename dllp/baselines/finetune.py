@@ -1,6 +1,7 @@
-"""Fine-tuning a cut network in widths that processors like: dead channels are added, and taken away afterwards.
+"""Fine-tuning of what a method has pruned: removed weights stay zero, cut networks train in widths of full speed.
 
-On every device, so that a run that was stopped on one goes on on another.
+Dead channels fill a cut network up to a multiple of 8 and are taken away afterwards; on every device, so that a run
+that was stopped on one goes on on another.
 """
 
 from __future__ import annotations
@@ -11,31 +12,42 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dllp.api import Result, train_dense
-from dllp.baselines.hooks import Verb, hooked
+from dllp.api import Result
+from dllp.baselines.hooks import Verb, masked
 from dllp.config import Config
 from dllp.posterior import posterior_of
 from dllp.prepare import Data
 from dllp.structure.groups import Structure
 from dllp.structure.padding import fill, padded, widened
 from dllp.structure.slicing import Recipe, cut, kept_indices, recipe, restrict
-from dllp.training.state import RunState
 
 MULTIPLE = 8
 """Tensor cores and vector units of processors want it."""
 
 
-def in_lanes(whole: nn.Module, structure: Structure, keep: Tensor) -> Verb:
-    """Trains a network that was cut from `whole` to the units of `keep` (U,), and may have other weights since.
+def sparse(gated: tuple[str, ...]) -> Verb:
+    """A training in which the zeros of the parameters named `gated` stay zero."""
+    return masked(lambda network: {name: network.get_parameter(name).detach() != 0 for name in gated})
 
-    Nobody listens to the dead channels, so that the network computes the same with them as without.
+
+def widened_to_multiple(whole: nn.Module, structure: Structure, keep: Tensor) -> Verb:
+    """A training of a network that was cut from `whole` to the units of `keep` (U,), and may have been mended since.
+
+    Nothing reads the dead channels: the network computes the same with them as without.
     """
 
     def run(model: nn.Module, data: Data, config: Config, **rest: Any) -> Result:
-        wide, inner = _widen(whole, structure, keep)
+        wide, inner = widen(whole, structure, keep)
         places = kept_indices(wide, inner)
         fill(wide, model, places)
-        result = hooked(train_dense, lambda state: _hold(state, places))(wide, data, config, **rest)
+
+        def alive(network: nn.Module) -> dict[str, Tensor]:
+            masks = {name: torch.zeros(p.shape, dtype=torch.bool) for name, p in network.named_parameters()}
+            for name, mask in masks.items():
+                mask.view(-1)[places[name]] = True
+            return masks
+
+        result = masked(alive)(wide, data, config, **rest)
         small = cut(result.model, inner)
         particles = [replace(result.particles[0], network=small, reference=small)]
         return replace(result, particles=particles, posterior=posterior_of([small], result.gates["noise"], config))
@@ -43,19 +55,9 @@ def in_lanes(whole: nn.Module, structure: Structure, keep: Tensor) -> Verb:
     return run
 
 
-def _widen(whole: nn.Module, structure: Structure, keep: Tensor) -> tuple[nn.Module, Recipe]:
-    """The cut network with dead channels, and what of it is alive."""
+def widen(whole: nn.Module, structure: Structure, keep: Tensor) -> tuple[nn.Module, Recipe]:
+    """The cut network with dead channels, and the recipe of its living part."""
+    more = widened(structure, keep, structure.steps(MULTIPLE))
     wide, _ = padded(whole, structure, keep, MULTIPLE)
-    units = widened(structure, keep, structure.steps(MULTIPLE))
-    groups = restrict(structure.groups, units, recipe(whole, structure.groups, units))
-    return wide, recipe(wide, groups, keep[units])
-
-
-def _hold(state: RunState, places: dict[str, Tensor]) -> None:
-    """Let only the living part move."""
-    layout, moving = state.particles.layout, torch.zeros_like(state.learnable)
-    for name, parameter in state.particles.networks[0].named_parameters():
-        alive = torch.zeros(parameter.numel(), dtype=torch.bool)
-        alive[places[name]] = True
-        layout.segments[name].view(moving).copy_(alive.view(parameter.shape))
-    state.moving = (moving & state.learnable).expand(len(state.particles), -1)
+    groups = restrict(structure.groups, more, recipe(whole, structure.groups, more))
+    return wide, recipe(wide, groups, keep[more])

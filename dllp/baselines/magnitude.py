@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from dllp.baselines.protocol import Method, Scene, not_negative, penalty
+from dllp.baselines.protocol import Gradient, Method, Scene, not_negative, prior_penalty
 from dllp.config import Config
 from dllp.method.other_priors import PRIORS
-from dllp.training.state import RunState
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,10 @@ class MagnitudeL1(MagnitudeL2):
     strength: float = 1e-5
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         not_negative(strength=self.strength)
 
     def settings(self, config: Config) -> Config:
         return replace(config, weight_decay=0.0)
 
-    def start(self, state: RunState, scene: Scene) -> None:
-        state.penalty = penalty(scene.gating.scales, PRIORS["laplace"], self.strength, 1.0)
+    def penalty(self, scene: Scene) -> Gradient:
+        return prior_penalty(scene.gating.scales, PRIORS["laplace"], self.strength, 1.0)

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dllp.baselines.protocol import Published, Scene, penalty
+from dllp.baselines.protocol import Gradient, Published, Scene, prior_penalty
 from dllp.baselines.slimming import Slimming
 from dllp.method.other_priors import PRIORS
-from dllp.training.state import RunState
 
 
 @dataclass(frozen=True)
@@ -37,5 +36,5 @@ class Polarization(Slimming):
         super().__post_init__()
         PRIORS["polarization"].check(self.t, 1.0)
 
-    def start(self, state: RunState, scene: Scene) -> None:
-        state.penalty = penalty(scene.gating.scales, PRIORS["polarization"], self.strength, self.t, 1.0)
+    def penalty(self, scene: Scene) -> Gradient:
+        return prior_penalty(scene.gating.scales, PRIORS["polarization"], self.strength, self.t, 1.0)

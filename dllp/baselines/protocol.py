@@ -1,14 +1,16 @@
-"""What a method of pruning is: how it trains, how it scores, and what it repairs after the cut.
+"""The protocol of a pruning method: how it trains, how it scores, what it repairs after the cut.
 
-Every method answers the same questions about the same gates under the same budget as DLLP, so that a comparison is of
-methods and not of harnesses.
+A run (:mod:`dllp.baselines.run`) calls `settings` for the recipe of the first training, `penalty` before
+its first step, `after_step` after each, `scores` when it has ended, `repair` on the cut network. Gates, budget, cut and
+fine-tuning are the same for every method and for DLLP, so that a comparison is of methods and not of harnesses.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -22,10 +24,11 @@ from dllp.structure.groups import Structure
 from dllp.structure.slicing import Recipe
 from dllp.training.gating import ChannelGating, Scales, WeightGating, channel_scales
 from dllp.training.particles import Particles
-from dllp.training.state import RunState
 
 PRIOR_SETTINGS = ("prior", "prior_scale", "polarization", "slab_decay")
 """Settings of DLLP's own prior, which no other method has."""
+Gradient = Callable[[Tensor], Tensor]
+"""(n, P) rows -> (n, P): gradient of a penalty."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +46,14 @@ class Scene:
 
     Attributes:
         particles: One network and its row.
-        inputs: Training inputs for methods that look at activations; None during training.
+        inputs: Training inputs for methods that look at activations; empty during training.
     """
 
     particles: Particles
     structure: Structure
     gating: ChannelGating | WeightGating
     config: Config
-    inputs: Tensor | None = None
+    inputs: Tensor = field(default_factory=lambda: torch.empty(0))
 
     @property
     def network(self) -> nn.Module:
@@ -93,7 +96,16 @@ class Scene:
 
 
 @dataclass(frozen=True)
-class Method:
+class StepInfo:
+    """Where a training stands after a step: its learning rate, the share of all steps, whether an epoch has ended."""
+
+    lr: float
+    progress: float
+    epoch_ends: bool
+
+
+@dataclass(frozen=True)
+class Method(ABC):
     """A method of pruning; subclasses are frozen dataclasses whose fields are its hyperparameters.
 
     Attributes:
@@ -111,29 +123,22 @@ class Method:
     granularity: ClassVar[Granularity] = "channel"
     published: ClassVar[tuple[Published, ...]] = ()
 
-    def __post_init__(self) -> None:
-        if type(self).scores is Method.scores:
-            raise ConfigError(f"method {self.name} has no scores: define scores(scene)")
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise ConfigError(f"{entry.name} = {value!r}: a number is needed")
-
     def settings(self, config: Config) -> Config:
-        """The recipe of the first training, where the method wants another one than the dense network's."""
+        """The recipe of the first training, by default the dense network's."""
         return config
 
-    def start(self, state: RunState, scene: Scene) -> None:
-        """Called before the first step: a regulariser sets `state.penalty`."""
+    def penalty(self, scene: Scene) -> Gradient | None:
+        """The regulariser of the first training, which is added to the gradient of every step."""
+        return None
 
-    def step(self, state: RunState, scene: Scene) -> None:
-        """Called after every step of the first training."""
+    def after_step(self, scene: Scene, info: StepInfo) -> None:  # noqa: B027 - nothing by default
+        """Act on the weights after a step of the first training."""
 
+    @abstractmethod
     def scores(self, scene: Scene) -> Tensor:
         """-> (U,): what is kept first has the highest score."""
-        raise NotImplementedError
 
-    def repair(self, small: nn.Module, recipe: Recipe, scene: Scene) -> None:
+    def repair(self, small: nn.Module, recipe: Recipe, scene: Scene) -> None:  # noqa: B027 - nothing by default
         """Mend the cut network in place; `recipe` says what it kept of the scene's."""
 
     def refuse_priors(self, given: Mapping[str, Any]) -> None:
@@ -149,8 +154,8 @@ class Method:
     @property
     def trains(self) -> bool:
         """Whether its first training differs from that of a dense network."""
-        own = (type(self).settings, type(self).start, type(self).step)
-        return own != (Method.settings, Method.start, Method.step)
+        own = (type(self).settings, type(self).penalty, type(self).after_step)
+        return own != (Method.settings, Method.penalty, Method.after_step)
 
 
 def share(**values: float) -> None:
@@ -167,10 +172,8 @@ def not_negative(**values: float) -> None:
             raise ConfigError(f"{name} = {value}: a finite number that is not negative is needed")
 
 
-def penalty(scales: Scales, prior: Prior, strength: float, *parameters: float) -> Callable[[Tensor], Tensor]:
-    """(n, P) rows -> (n, P): gradient of -strength * log prior of the units' sizes |scale|, for `state.penalty`."""
-    prior.check(*parameters)
-    not_negative(strength=strength)
+def prior_penalty(scales: Scales, prior: Prior, strength: float, *parameters: float) -> Gradient:
+    """Gradient of -strength * log prior of the units' sizes |scale|."""
     at = scales.coordinates
 
     def gradient(rows: Tensor) -> Tensor:

@@ -11,21 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dllp.api import Result, train_dense
-from dllp.baselines.finetune import in_lanes
-from dllp.baselines.hooks import Verb, holding, hooked
+from dllp.api import Result
+from dllp.baselines.finetune import sparse, widened_to_multiple
+from dllp.baselines.hooks import Verb, regularised
 from dllp.baselines.protocol import Method, Scene
 from dllp.config import Config
 from dllp.devices.torch_context import undisturbed
-from dllp.errors import ConfigError, is_whole
+from dllp.errors import ConfigError
 from dllp.posterior import posterior_of
 from dllp.prepare import Data, make_gating, prepare
 from dllp.records import Size
-from dllp.structure.groups import FilterFn, Structure
+from dllp.structure.groups import FilterFn
 from dllp.training.extract import costs, extract
 from dllp.training.gating import WeightGating
 from dllp.training.particles import Particles
-from dllp.training.state import RunState
 
 Train = Callable[[Verb, str, nn.Module, Data, Config], Result]
 """Runs a verb as the named stage of a run."""
@@ -38,7 +37,7 @@ IMAGES = 512
 
 @dataclass(frozen=True)
 class Pruned:
-    """What a method made: the network as it was cut, and after fine-tuning, where there was one."""
+    """The result of a method: `before` fine-tuning, and `after` it where there was one."""
 
     before: Result
     after: Result | None
@@ -73,11 +72,10 @@ def prune(
     """
     if not isinstance(method, Method):
         raise ConfigError(f"method = {method!r}: a method is needed, such as dllp.baselines.find('slimming')")
-    if not is_whole(finetune_epochs) or finetune_epochs < 0:
-        raise ConfigError(f"finetune_epochs = {finetune_epochs!r:.60}: a whole number is needed, 0 for none")
-    number = isinstance(finetune_lr, (int, float)) and not isinstance(finetune_lr, bool)
-    if not number or not 0 < finetune_lr < math.inf:
-        raise ConfigError(f"finetune_lr = {finetune_lr!r:.60}: a positive number is needed, such as {FINETUNE_LR}")
+    if finetune_epochs < 0:
+        raise ConfigError(f"finetune_epochs ({finetune_epochs}) must not be negative; 0 for none")
+    if not 0 < finetune_lr < math.inf:
+        raise ConfigError(f"finetune_lr ({finetune_lr}) must be positive, such as {FINETUNE_LR}")
     if config.budget[1] is None:
         raise ConfigError(f"{method.name} needs a budget: give keep_flops or keep_params, for example 0.45")
     method.refuse_priors(vars(config))
@@ -87,20 +85,24 @@ def prune(
     recipe = replace(config, granularity=method.granularity, particles=1, weight_decay=decay).resolved()
     config = method.settings(recipe)
     batches, example, structure = prepare(model, data, config, filter_fn, channels=config.granularity == "channel")
-    scenes = _Scenes(method, model, structure, config, filter_fn)
-    scenes.at(Particles.start(model, config, torch.device("cpu")))  # a budget out of reach is told before any training
+
+    def scene_of(particles: Particles) -> Scene:
+        return Scene(particles, structure, make_gating(model, structure, particles, config, filter_fn), config)
+
+    scene_of(Particles.start(model, config, torch.device("cpu")))  # a budget out of reach is an error before training
     if trained is None or method.trains:
-        trained = train(scenes.watched(train_dense), TRAINED, model, data, config)
+        trained = train(regularised(method, scene_of), TRAINED, model, data, config)
     whole = copy.deepcopy(trained.model).to(batches.device)
-    scene = scenes.at(Particles([whole]), sample(batches))
+    scene = replace(scene_of(Particles([whole])), inputs=sample(batches))
     before = _cut(method, scene, _scores(method, scene), trained, example)
     if not finetune_epochs:
         return Pruned(before, None)
     tuning = replace(recipe, epochs=finetune_epochs, lr=finetune_lr * recipe.lr, init="given", warmup=0.0)
     particle = before.particles[0]
-    verb = (
-        holding(particle.gated) if particle.gated else in_lanes(particle.reference, structure, before.gates["keep"][0])
-    )
+    if particle.gated:
+        verb = sparse(particle.gated)
+    else:
+        verb = widened_to_multiple(particle.reference, structure, before.gates["keep"][0])
     tuned = train(verb, FINETUNED, particle.network, data, tuning)
     after = replace(
         before,
@@ -113,51 +115,14 @@ def prune(
     return Pruned(before, after)
 
 
-@dataclass(frozen=True)
-class _Scenes:
-    """Makes a method's view of a network, and lets it watch the training."""
-
-    method: Method
-    model: nn.Module
-    structure: Structure
-    config: Config
-    filter_fn: FilterFn | None
-
-    def at(self, particles: Particles, inputs: Tensor | None = None) -> Scene:
-        gating = make_gating(self.model, self.structure, particles, self.config, self.filter_fn)
-        return Scene(particles, self.structure, gating, self.config, inputs)
-
-    def watched(self, verb: Verb) -> Verb:
-        """The verb, with the method's own hooks before those of the caller."""
-        scene: list[Scene] = []
-
-        def start(state: RunState) -> None:
-            scene[:] = [self.at(state.particles)]
-            self.method.start(state, scene[0])
-
-        return hooked(verb, start, lambda state: self.method.step(state, scene[0]))
-
-
 def _scores(method: Method, scene: Scene) -> Tensor:
-    """What the method answers, which may be anyone's own.
-
-    It is asked once, after the training: it may need what its `step` has gathered, and activations take their time.
-    """
-    scores: object = method.scores(scene)
-    if not isinstance(scores, Tensor):
-        found = type(scores).__name__
-    elif scores.shape != (scene.gating.units,):
-        found = f"shape {tuple(scores.shape)}"
-    elif scores.is_complex():
-        found = "complex numbers"
-    elif scores.isnan().any():
-        found = "NaN"
-    else:
-        return scores
-    raise ConfigError(
-        f"scores of method {method.name}: a tensor with one number for each of {scene.gating.units} units is needed, "
-        f"not {found}"
-    )
+    """(U,): the scores of a method, which may be a user's own."""
+    scores, units = method.scores(scene), scene.gating.units
+    if scores.shape != (units,):
+        raise ConfigError(f"scores of method {method.name} must have shape ({units},), not {tuple(scores.shape)}")
+    if scores.isnan().any():
+        raise ConfigError(f"scores of method {method.name} are NaN at {int(scores.isnan().sum())} of {units} units")
+    return scores
 
 
 def sample(batches: Any) -> Tensor:

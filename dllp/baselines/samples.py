@@ -1,4 +1,4 @@
-"""What flows through a network at random places: inputs and outputs of its layers, for methods that rebuild them."""
+"""Inputs and outputs of layers at random places of images, for methods that rebuild layers from them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def rebuild(
     seen: set[str] = set()
 
     def hook(name: str) -> Callable[..., Tensor]:
-        def look(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        def look(module: nn.Linear | nn.Conv2d, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             if name in seen:
                 return output
             seen.add(name)
@@ -79,14 +79,12 @@ def rebuild(
     network.train(was_training)
 
 
-def _look(module: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator) -> Sample:
+def _look(module: nn.Linear | nn.Conv2d, x: Tensor, y: Tensor, generator: torch.Generator) -> Sample:
     if isinstance(module, nn.Linear):
         if x.dim() == 2:
             x, y = x.repeat_interleave(PLACES, 0), y.repeat_interleave(PLACES, 0)
         x, y = x.flatten(0, -2), y.flatten(0, -2)
         return Sample(x[:, :, None], y - (0 if module.bias is None else module.bias.detach()))
-    if not isinstance(module, nn.Conv2d):
-        raise TypeError(f"{type(module).__name__} has no patches")
     bias = 0 if module.bias is None else module.bias.detach()
     count = PLACES * len(x)
     high, wide = y.shape[2:]

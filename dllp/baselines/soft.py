@@ -20,11 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dllp.baselines.protocol import Method, Published, Scene, share
+from dllp.baselines.protocol import Method, Published, Scene, StepInfo, share
 from dllp.config import Config
 from dllp.errors import ConfigError
 from dllp.training.gating import NORMS
-from dllp.training.state import RunState
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,6 @@ class SoftFilters(Method):
     begin: float = 0.5
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         share(begin=self.begin)
 
     def settings(self, config: Config) -> Config:
@@ -47,8 +45,8 @@ class SoftFilters(Method):
             raise ConfigError(f"momentum = 0: what {self.name} has zeroed returns by its momentum alone, give some")
         return config
 
-    def step(self, state: RunState, scene: Scene) -> None:
-        if state.epoch_ends and state.progress >= self.begin:
+    def after_step(self, scene: Scene, info: StepInfo) -> None:
+        if info.epoch_ends and info.progress >= self.begin:
             self.zero(scene)
 
     @torch.no_grad()

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dllp.baselines.protocol import Scene
+from dllp.baselines.protocol import Scene, StepInfo
 from dllp.baselines.slimming import Slimming
-from dllp.training.state import RunState
 
 
 @dataclass(frozen=True)
@@ -34,13 +33,13 @@ class SparseStructures(Slimming):
     published = ()
     strength: float = 1e-6
 
-    def start(self, state: RunState, scene: Scene) -> None:
-        """No penalty in the gradient: the threshold is all."""
+    def penalty(self, scene: Scene) -> None:
+        """Nothing in the gradient: the threshold is all."""
 
     @torch.no_grad()
-    def step(self, state: RunState, scene: Scene) -> None:
+    def after_step(self, scene: Scene, info: StepInfo) -> None:
         scales, rows = scene.gating.scales, scene.particles.rows
-        threshold = state.lr * self.strength / (1 - state.config.momentum) / scales.count
+        threshold = info.lr * self.strength / (1 - scene.config.momentum) / scales.count
         size = scales.of(rows).abs()
         shrink = (1 - threshold / size.clamp_min(torch.finfo(rows.dtype).tiny)).clamp_min(0)
         rows[:, scales.coordinates] *= shrink[..., None]

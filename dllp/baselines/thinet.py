@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from dllp.baselines.protocol import Method, Published, Scene
 from dllp.baselines.samples import Sample, consumers, contributions, flat_weight, observe, rebuild, towards
-from dllp.errors import DataError
 from dllp.structure.slicing import Recipe
 
 
@@ -35,7 +34,7 @@ class ThiNet(Method):
 
     def scores(self, scene: Scene) -> Tensor:
         names = [name for group in scene.structure.groups for name in consumers(scene, group)]
-        seen = observe(scene.network, names, inputs_of(scene))
+        seen = observe(scene.network, names, scene.inputs)
         norms = scene.filter_matrix().norm(dim=1).double()  # for what no plain layer reads
         parts = []
         for group, here in zip(scene.structure.groups, scene.structure.slices, strict=True):
@@ -49,13 +48,13 @@ class ThiNet(Method):
 
     def repair(self, small: nn.Module, recipe: Recipe, scene: Scene) -> None:
         """Fit what reads the kept channels, from input to output."""
-        inputs, names = inputs_of(scene), rebuilt(scene, recipe)
-        dense = observe(scene.network, list(names), inputs)
+        names = rebuilt(scene, recipe)
+        dense = observe(scene.network, list(names), scene.inputs)
 
         def mend(name: str, seen: Sample) -> None:
             self.fit(small.get_submodule(name), seen.patches, dense[name].outputs[:, names[name]])
 
-        rebuild(small, list(names), inputs, mend)
+        rebuild(small, list(names), scene.inputs, mend)
 
     def fit(self, module: nn.Module, patches: Tensor, wanted: Tensor) -> None:
         """Scale the inputs of a layer so that at places with `patches` (N, I, K) it gives what is `wanted` (N, O)."""
@@ -78,12 +77,6 @@ def removal_order(shares: Tensor) -> Tensor:
         order[unit], left[unit] = position, False
         cost += 2 * gram[unit]
     return order
-
-
-def inputs_of(scene: Scene) -> Tensor:
-    if scene.inputs is None:
-        raise DataError("this method looks at activations: it needs training inputs")
-    return scene.inputs
 
 
 def rebuilt(scene: Scene, recipe: Recipe) -> dict[str, Tensor | slice]:

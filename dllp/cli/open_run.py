@@ -21,9 +21,9 @@ from dllp.cli.task import DENSE_FILE, SETTINGS
 from dllp.config import Config
 from dllp.data import ArrayData, Dataset
 from dllp.data import load as load_data
-from dllp.data.unreadable import Report, parse_fraction
 from dllp.data.ood import same as same_data
 from dllp.data.ood import without
+from dllp.data.unreadable import Report, parse_fraction
 from dllp.errors import ArtifactError, ConfigError, DataError, first_line
 from dllp.evaluation.evaluate import DENSE
 from dllp.posterior import Posterior, posterior_of

@@ -19,8 +19,8 @@ from dllp.deploy import speed
 from dllp.devices.device import find_device
 from dllp.errors import DataError, DllpError
 from dllp.evaluation import examples
-from dllp.report import contents, trust
 from dllp.posterior import predict_data
+from dllp.report import contents, trust
 from dllp.runs import artifacts, settings
 from dllp.runs.settings import Task
 

@@ -84,18 +84,28 @@ def test_the_lasso_keeps_what_rebuilds() -> None:
     assert not cp.survival(torch.zeros(9, 3, dtype=torch.float64)).any()
 
 
+def test_the_lasso_of_units_that_do_not_mix_is_soft_thresholding() -> None:
+    """By hand: without correlations b_c = max(t_c - penalty, 0) / g_c, and a unit is chosen below penalty t_c."""
+    square = torch.tensor([4.0, 1.0, 9.0, 0.25], dtype=torch.float64)
+    penalties = torch.tensor([9.0, 5.0, 2.0, 0.5, 0.1], dtype=torch.float64)
+    expected = (square[:, None] - penalties).clamp_min(0) / square[:, None]
+    torch.testing.assert_close(cp.lasso(square.diag(), square, penalties), expected)
+    shares = 2 * square.sqrt().diag()  # one place for each unit: four of them have these mean squares
+    first = [float(penalty) for penalty in cp.survival(shares)]
+    steps = [9.0 * 10 ** (-4 * k / 29) for k in range(30)]
+    assert first == pytest.approx([max(s for s in steps if s < g) for g in square.tolist()], rel=1e-6)
+
+
 def test_the_lasso_agrees_with_coordinate_descent() -> None:
     from sklearn.linear_model import Lasso
 
     x = normal(300, 8) @ (torch.eye(8, dtype=torch.float64) + 0.5 * normal(8, 8, seed=1))
     y = x.sum(1)
     gram, target = x.T @ x / 300, x.T @ y / 300
-    start, rate = torch.zeros(8, dtype=torch.float64), 1 / torch.linalg.eigvalsh(gram)[-1]
-    for share in (0.5, 0.1, 0.01):
-        strength = share * target.abs().max()
+    strengths = torch.tensor([0.5, 0.1, 0.01], dtype=torch.float64) * target.abs().max()
+    for strength, found in zip(strengths, cp.lasso(gram, target, strengths).T, strict=True):
         oracle = Lasso(float(strength), fit_intercept=False, tol=1e-12, max_iter=100_000).fit(x.numpy(), y.numpy())
-        found = cp.lasso(gram, target, strength, start, rate, sweeps=500)
-        torch.testing.assert_close(found, torch.from_numpy(oracle.coef_), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found, torch.from_numpy(oracle.coef_), rtol=1e-8, atol=1e-8)
         assert torch.equal(found == 0, torch.from_numpy(oracle.coef_ == 0))
 
 

@@ -16,14 +16,13 @@ from dllp.baselines import METHODS, run
 from dllp.baselines.deephoyer import DeepHoyer
 from dllp.baselines.magnitude import MagnitudeL1
 from dllp.baselines.polarization import Polarization
-from dllp.baselines.protocol import Scene
+from dllp.baselines.protocol import Scene, StepInfo
 from dllp.baselines.slimming import Slimming
 from dllp.baselines.soft import SoftFilters
 from dllp.baselines.sss import SparseStructures
 from dllp.config import Config
 from dllp.errors import ConfigError
 from dllp.training.particles import Particles
-from dllp.training.state import RunState
 from dllp.zoo.small import small_cnn
 from tests.support.oracles import normal
 from tests.support.scenes import DIGITS, scene_of
@@ -52,10 +51,9 @@ def test_penalties_are_gradients_of_what_they_name() -> None:
         ),
         (DeepHoyer(strength=0.3), torch.stack([f.sum() ** 2 / f.square().sum() for f in norms]).sum()),
     ):
-        state = RunState(scene.particles, None, scene.config, num_data=10, steps_per_epoch=1)
-        method.start(state, scene)
-        assert state.penalty is not None
-        found = state.penalty(rows)[0]
+        penalty = method.penalty(scene)
+        assert penalty is not None
+        found = penalty(rows)[0]
         for k, expected in gradient(0.3 * energy).items():
             view = scene.particles.layout.segments[k].view(found)
             torch.testing.assert_close(view, expected, rtol=1e-9, atol=1e-12, msg=lambda m, n=method.name: f"{n}: {m}")
@@ -80,12 +78,12 @@ def test_l1_training_adds_the_sign_of_each_weight_to_the_gradient() -> None:
 
 def test_soft_thresholding_reaches_exact_zeros() -> None:
     scene = scene_of(small_cnn().double(), normal(2, 1, 8, 8))
-    state = RunState(scene.particles, None, scene.config, num_data=10, steps_per_epoch=1)
-    state.lr = 0.1
     gamma = dict(scene.network.named_parameters())["bn1.weight"]
     with torch.no_grad():
         gamma[:3] = torch.tensor([0.005, -0.02, 1.0])
-    SparseStructures(strength=0.01).step(state, scene)  # threshold 0.1 * 0.01 / (1 - 0.9) = 0.01
+    SparseStructures(strength=0.01).after_step(
+        scene, StepInfo(0.1, 0.5, False)
+    )  # threshold 0.1 * 0.01 / (1 - 0.9) = 0.01
     torch.testing.assert_close(gamma[:3].detach(), torch.tensor([0.0, -0.01, 0.99]).double())
 
 
@@ -93,14 +91,13 @@ def test_soft_thresholding_minimises_what_it_names_without_a_norm() -> None:
     """|w - v|^2 / 2 + strength rms(w) over w of c weights: the root mean square of v less strength / c."""
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.Flatten(), nn.Linear(80, 2)).double()
     scene = scene_of(model, normal(2, 1, 8, 8))
-    state = RunState(scene.particles, None, scene.config, num_data=10, steps_per_epoch=1)
-    state.lr, scales, rows = 0.01, scene.gating.scales, scene.particles.rows
+    info, scales, rows = StepInfo(0.01, 0.5, False), scene.gating.scales, scene.particles.rows
     start, before = rows.clone(), scales.of(rows).clone()
     assert bool((scales.count > 1).all())
     for _ in range(200):
         with torch.no_grad():
-            rows -= state.lr / (1 - state.config.momentum) * (rows - start)
-        SparseStructures(strength=0.2).step(state, scene)
+            rows -= info.lr / (1 - scene.config.momentum) * (rows - start)
+        SparseStructures(strength=0.2).after_step(scene, info)
     found = scales.of(rows)
     torch.testing.assert_close(found, before - 0.2 / scales.count, rtol=1e-6, atol=1e-9)
 
@@ -147,10 +144,9 @@ def test_what_is_zeroed_says_nothing_without_norms_either(name: str) -> None:
 def test_soft_pruning_waits_until_the_network_has_learned() -> None:
     for begin, first in ((0.5, 2), (0.0, 1), (1.0, 4)):
         scene = scene_of(small_cnn(), torch.zeros(2, 1, 8, 8), epochs=4)
-        state = RunState(scene.particles, None, scene.config, num_data=10, steps_per_epoch=3)
         zeros = []
-        for state.step_index in range(1, 13):
-            SoftFilters(begin=begin).step(state, scene)
+        for step in range(1, 13):
+            SoftFilters(begin=begin).after_step(scene, StepInfo(0.1, step / 12, step % 3 == 0))
             zeros.append(any(bool((scene.network.get_parameter(f"bn{i}.weight") == 0).any()) for i in (1, 2, 3)))
         assert zeros == [step >= 3 * first for step in range(1, 13)], "after whole epochs, from the first one on"
 

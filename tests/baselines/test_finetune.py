@@ -60,7 +60,7 @@ def test_a_widened_network_computes_the_same_however_channels_are_coupled(name: 
         for tensor in (*small.parameters(), *small.buffers()):  # repaired since the cut
             if tensor.is_floating_point():
                 tensor.mul_(1.1)
-    wide, inner = finetune._widen(whole, structure, keep)
+    wide, inner = finetune.widen(whole, structure, keep)
     fill(wide, small, kept_indices(wide, inner))
     torch.testing.assert_close(wide(x), small(x), rtol=1e-12, atol=1e-12)
     again = cut(wide, inner).state_dict()
