@@ -18,7 +18,7 @@ from typing import Any
 
 from dllp.errors import ConfigError, Interrupted, WorkerError
 from paper.jobs import Job
-from paper.worker import Answer, Failed, Lost, Settings, Unfit, Worker
+from paper.workers import Answer, Failed, Lost, Settings, Unfit, Worker
 
 LOCAL, AUTO = "local", "auto"
 REACHING, WAITING = 10.0, 60.0
@@ -26,14 +26,14 @@ REACHING, WAITING = 10.0, 60.0
 
 
 def require() -> None:
-    """One line that says how to get Ray, where it is missing."""
+    """Raise with the way to get Ray where it is missing."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("--launcher ray needs Ray: pip install 'dllp[ray]'")
 
 
 @contextmanager
 def connected(address: str | None) -> Iterator[None]:
-    """Part of a cluster: at HOST:PORT, `auto` for the one that runs here, `local` (or nothing) for one of our own."""
+    """Join a cluster: at HOST:PORT, `auto` for the one that runs here, `local` (or nothing) for one of our own."""
     address = address or os.environ.get("RAY_ADDRESS") or LOCAL
     if address not in (LOCAL, AUTO):
         _reach(address)
@@ -141,14 +141,14 @@ class Cluster:
 
 
 def _nodes() -> list[dict[str, float]]:
-    """What each node that is alive has in all."""
+    """Resources of each node that is alive."""
     import ray
 
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def _reach(address: str) -> None:
-    """Ray itself would try for minutes, and say so in many lines."""
+    """Raise where nothing answers at HOST:PORT: Ray itself would try for minutes, and say so in many lines."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"address = {address!r}: give HOST:PORT of the cluster's head, `auto` or `local`")

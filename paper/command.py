@@ -21,12 +21,11 @@ from dllp.devices.device import find_device
 from dllp.errors import ConfigError
 from dllp.records import EpochRecord
 from dllp.training.state import RunState
-from paper import cluster, plans, run, tables
+from paper import cluster, summary, tables
 from paper.jobs import Runner
-from paper.launch import Spread
-from paper.processes import Processes
+from paper.launch import Book, Spread, describe, finish, in_short, seen_data
 from paper.store import Store
-from paper.worker import Settings, say_left_out
+from paper.workers import Processes, Settings, say_left_out
 
 RESULTS = "results"
 LAUNCHERS = {"local": ("jobs",), "ray": ("jobs", "address", "cpus")}
@@ -73,18 +72,18 @@ def execute(
         download, reporter: Open what shows a download, and what shows trainings.
     """
     check_launcher(given)
-    settings, quiet = plans.settings(given.get("set", ())), given.get("quiet", False)
+    settings, quiet = tables.settings(given.get("set", ())), given.get("quiet", False)
     table = tables.table(given["name"]).set(settings, given.get("rows", ()))
-    variant = plans.Variant(given.get("epochs"), given.get("validation", 0), settings)
-    if variant.validation and table.name in run.OF_PREDICTIONS:
+    variant = tables.Variant(given.get("epochs"), given.get("validation", 0), settings)
+    if variant.validation and table.name in summary.OF_PREDICTIONS:
         raise ConfigError(f"{table.name} is about predictions on the test set: leave out --validation")
     share = shard(given.get("shard", "1/1"))
     plan = table.plan(given.get("rows", ()), given.get("seeds"), variant, share)
-    store = run.open_store(Path(given.get("out", RESULTS)), table, variant)
+    store = summary.open_store(Path(given.get("out", RESULTS)), table, variant)
     if given.get("list"):
         finished = store.digests() | {digest for source in store.sources for digest in source.digests()}
         for planned in plan:
-            print("done" if planned.job.digest in finished else "    ", planned.job.digest, run.describe(planned))
+            print("done" if planned.job.digest in finished else "    ", planned.job.digest, describe(planned))
         print(f"{sum(planned.job.digest in finished for planned in plan)} of {len(plan)} jobs are finished")
         return
     try:
@@ -97,11 +96,11 @@ def execute(
             else:
                 work.here(download, reporter)
     finally:
-        summary = run.write_summary(table, store, variant)
-    if summary is None and given.get("summary_only"):
+        written = summary.write_summary(table, store, variant)
+    if written is None and given.get("summary_only"):
         raise ConfigError(f"{store.folder} has no finished job to sum up: name the folder of all results with --out")
-    if not quiet and summary is not None:
-        print((store.folder / run.MARKDOWN).read_text(encoding="utf-8"))
+    if not quiet and written is not None:
+        print((store.folder / summary.MARKDOWN).read_text(encoding="utf-8"))
         print(f"results: {store.folder}")
 
 
@@ -109,7 +108,7 @@ def execute(
 class _Work:
     """The jobs of one call on one data set; `shards` processes share them."""
 
-    plan: Sequence[plans.Planned]
+    plan: Sequence[tables.Planned]
     store: Store
     data: str
     given: Mapping[str, Any]
@@ -125,11 +124,11 @@ class _Work:
             watch = {"on_epoch": shown.epoch, "on_step": shown.step}
             runner = Runner(data, everywhere=self._everywhere, **watch, **machine)
 
-            def begin(planned: plans.Planned) -> None:
+            def begin(planned: tables.Planned) -> None:
                 config = runner.config(planned.job)
-                shown.begin(run.describe(planned), config.epochs, config.budget[1])
+                shown.begin(describe(planned), config.epochs, config.budget[1])
 
-            run.finish(self.plan, self._book(1), runner, begin=begin)
+            finish(self.plan, self._book(1), runner, begin=begin)
 
     def elsewhere(self, download: Download) -> None:
         """In processes of this machine, or on a cluster."""
@@ -169,7 +168,7 @@ class _Work:
         data = data if data in names() else _absolute(data)
         return Settings(
             data, root and _absolute(root), device, self._precision(device), threads=1, loading=self._loading,
-            recompute=self._recompute, everywhere=self._everywhere, seen=run.seen_data(self.store), told=told,
+            recompute=self._recompute, everywhere=self._everywhere, seen=seen_data(self.store), told=told,
             quiet=self.given.get("quiet", False),
         )  # fmt: skip
 
@@ -189,16 +188,16 @@ class _Work:
     def _precision(self, device: str) -> str:
         return self.given.get("precision", "bfloat16" if device.startswith("cuda") else "float32")
 
-    def _book(self, sharing: int) -> run.Book:
+    def _book(self, sharing: int) -> Book:
         given = self.given
         words = [word for option, value in given.items() if option != "name" for word in _words(option, value)]
         note = {"command": shlex.join(["dllp", "bench", given["name"], *words]), "processes": self.shards * sharing}
 
-        def done(planned: plans.Planned, line: dict[str, Any]) -> None:
+        def done(planned: tables.Planned, line: dict[str, Any]) -> None:
             if not given.get("quiet"):
-                print(f"{run.describe(planned)}: {run.figures(line)}", flush=True)
+                print(f"{describe(planned)}: {in_short(line)}", flush=True)
 
-        return run.Book(self.store, note, done)
+        return Book(self.store, note, done)
 
 
 def check_launcher(given: Mapping[str, Any]) -> None:
@@ -218,7 +217,7 @@ def _absolute(path: str) -> str:
     return path if path.startswith("~") else str(Path(path).absolute())
 
 
-def data_of(table: plans.Table, given: Mapping[str, Any]) -> str:
+def data_of(table: tables.Table, given: Mapping[str, Any]) -> str:
     """The data that a table is measured on: its own, or the folder that the user names."""
     if table.data and "data" in given:
         raise ConfigError(f"{table.name} is measured on {table.data}: leave out --data")

@@ -1,4 +1,4 @@
-"""Figures 2 and 5: what each way of pruning leaves of the distribution of VGG-11's weights, before any fine-tuning.
+"""Distributions of weights: Figures 2 and 5, and the kept weights of the tables' single-weight rows (Section 3.1.2).
 
 Figure 2 shows the whole network, layers standardised: the reference, what magnitude pruning keeps, and DLLP's slab.
 Figure 5 shows every layer after sparse training and before the cut. As in the paper, densities are counts over the
@@ -7,6 +7,7 @@ number of weights and the bin's width, and the bin nearest to zero is a circle: 
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,111 @@ import numpy as np
 
 from dllp.evaluation import weight_analysis
 from dllp.method import weight_laws
-from paper import pictures
-from paper.plans import Table, Variant
-from paper.shapes import DIP_P, DISTANCE, RATIO, completed, damaged, reached
+from paper import render
+from paper.render import Lines, made_by, markdown_table, provenance
 from paper.store import Store
-from paper.summary import Lines, made_by, provenance
+from paper.tables import Table, Variant
+
+RATIO, DIP_P, DISTANCE = (0.75, 1.3), 0.05, 0.05
+"""Targets of kept weights: near-zero ratio, p-value of one mode, distance to their Gaussian."""
+
+# ---- kept weights of a table's rows
+
+NAMES = {"near_zero": "near zero", "ks": "KS", "dip_p": "dip p"}
+FORMS = {"near_zero": "{:.2f}", "ks": "{:.3f}", "dip_p": "{:.2g}"}
+NOTE = (
+    "Kept weights of single-weight rows, layers standardised, then pooled: the mean over the particles that were "
+    "looked at, and each of them, seed by seed. Near zero: weights within a tenth of a standard deviation over a "
+    f"Gaussian's (wanted: within {RATIO[0]} and {RATIO[1]}); KS: distance to the Gaussian of the same mean and "
+    f"deviation (wanted: at most {DISTANCE}); dip p: p-value of one mode on {weight_laws.DIP_SAMPLE:,} weights "
+    f"(wanted: above {DIP_P}). Every particle has to reach it. What is fine-tuned was looked at before that."
+)
+
+
+def reached(shape: Mapping[str, Any]) -> dict[str, bool | None]:
+    """Which targets a set of kept weights reaches; None where it was not measured."""
+    return {
+        "near_zero": RATIO[0] <= shape["near_zero"] <= RATIO[1],
+        "dip_p": None if shape["dip_p"] is None else shape["dip_p"] > DIP_P,
+        "ks": shape["ks"] <= DISTANCE,
+    }
+
+
+def completed(shape: Mapping[str, Any], sample: Sequence[float]) -> dict[str, Any]:
+    """The figures of kept weights, with the dip of their sample where it was not measured in training."""
+    if shape.get("dip_p") is not None or weight_laws.diptest is None:
+        return dict(shape)
+    statistic, p_value = weight_laws.dip(sample)
+    return {**shape, "dip": statistic, "dip_p": p_value}
+
+
+def kept_of_run(line: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Figures of the kept weights of every particle that was measured."""
+    if "distribution" not in line:
+        return []
+    found = line["distribution"]
+    first = {"kept": found[weight_analysis.WHOLE]["kept"], "sample": found["sample"]}
+    parts = [first, *found.get("others", [])]
+    return [completed(part["kept"], part["sample"]) for part in parts if part["kept"] is not None]
+
+
+def kept_of_row(lines: Lines) -> dict[str, Any] | None:
+    """Each figure of every seed's particles, its mean, and how many reach the target; None without any."""
+    found = [(line["seed"], number, shape) for line in lines for number, shape in enumerate(kept_of_run(line), 1)]
+    if not found:
+        return None
+    each = {name: [shape[name] for *_, shape in found] for name in NAMES}
+    verdicts = [reached(shape) for *_, shape in found]
+    return {
+        "seeds": [seed for seed, *_ in found],
+        "particles": [number for _, number, _ in found],
+        **{name: {"mean": _mean(values), "each": values} for name, values in each.items()},
+        "reached": {name: _verdict([verdict[name] for verdict in verdicts]) for name in NAMES},
+    }
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _verdict(verdicts: Sequence[bool | None]) -> str:
+    if None in verdicts:
+        return "not measured"
+    missed = verdicts.count(False)
+    return f"missed by {missed} of {len(verdicts)}" if missed else "reached"
+
+
+def kept_markdown(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Rows of a summary -> a table of those whose kept weights were measured, and its legend; nothing without."""
+    body = [
+        [
+            row["name"], f"{len(row['shapes']['seeds'])} of {row['particles'] * len(row['seeds'])} particles",
+            *(_kept_cell(row, name) for name in NAMES),
+        ]
+        for row in rows
+        if row["shapes"] is not None
+    ]  # fmt: skip
+    head = ["row", "looked at", *NAMES.values()]
+    return [markdown_table(head, body, "l" * len(head)), NOTE] if body else []
+
+
+def _kept_cell(row: Mapping[str, Any], name: str) -> str:
+    figures, form = row["shapes"][name], FORMS[name]
+    mean, *each = ("–" if v is None else form.format(v) for v in (figures["mean"], *figures["each"]))
+    single = f" ({', '.join(each)})" if len(each) > 1 else ""
+    verdict = f": {row['shapes']['reached'][name]}" if row["method"] == "dllp" else ""
+    return f"{mean}{single}{verdict}"
+
+
+# ---- Figures 2 and 5
 
 SHOWN = {"reference": "before", "l1": "kept", "l2": "kept", "dllp": "kept"}
 """The part of a row's weights that Figure 2 shows, by the beginning of the row's name."""
 LAYERED = "figure5"
 """The figure that shows layers, and all weights as they are before the cut."""
 REFERENCE = "reference"
-"""The row that nothing was removed from: what distances are taken to."""
+"""The row that nothing was removed from: distances are to it."""
 COLUMNS = 4
 """Panels beside each other."""
 FIGURES = {
@@ -40,41 +134,33 @@ CIRCLE = 600.0
 
 
 def summarise(table: Table, lines: Lines, variant: Variant, store: Store) -> dict[str, Any]:
-    """Figures and densities of every row, and which of what is wanted they reach."""
+    """Figures and densities of every row, and which targets they reach."""
     used = {row.name: line for row in table.rows for line in table.members(row, lines, variant)}
-    whole = used.get(REFERENCE)
-    rows = {name: _row(name, line, store, _part(table.name, name), whole) for name, line in used.items()}
-    words = ["dllp", "bench", table.name, *variant.words]
+    reference = used.get(REFERENCE)
+    layered = table.name == LAYERED
+    rows = {
+        name: figure_row(name, line, "before" if layered else SHOWN[name.split("-")[0]], reference)
+        for name, line in used.items()
+    }
     return {
         "figure": table.name,
         "title": table.title,
         "rows": rows,
-        "wanted": {} if table.name == LAYERED else {"near_zero": list(RATIO), "dip_p": DIP_P, "ks": DISTANCE},
-        "command": " ".join(words),
+        "wanted": {} if layered else {"near_zero": list(RATIO), "dip_p": DIP_P, "ks": DISTANCE},
+        "command": " ".join(["dllp", "bench", table.name, *variant.words]),
         **provenance(list(used.values())),
     }
 
 
-def _part(figure: str, name: str) -> str:
-    """The part of a row's weights that a figure shows."""
-    return "before" if figure == LAYERED else SHOWN[name.split("-")[0]]
-
-
-def _row(
-    name: str, line: Mapping[str, Any], store: Store, part: str, whole: Mapping[str, Any] | None = None
+def figure_row(
+    name: str, line: Mapping[str, Any], part: str, reference: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    try:
-        return _shown(name, line, part, whole)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise damaged(line, store.runs, error) from None
-
-
-def _shown(name: str, line: Mapping[str, Any], part: str, whole: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The row of a figure that shows a `part` of a run's weights: before, kept."""
     found = line["distribution"]
     shape = dict(found[weight_analysis.WHOLE][part] or {})
     shape = completed(shape, found["sample"]) if part == "kept" and shape else shape
-    if shape:  # Section 9 compares with the reference network, of which a line by itself knows nothing
-        other = None if whole is None else whole["distribution"]["sample"]
+    if shape:  # a line by itself knows nothing of the reference network
+        other = None if reference is None else reference["distribution"]["sample"]
         shape["wasserstein"] = None if other is None else weight_laws.wasserstein(found["sample"], other)
     row = {
         "part": part,
@@ -91,20 +177,20 @@ def _shown(name: str, line: Mapping[str, Any], part: str, whole: Mapping[str, An
 
 
 def markdown(table: Table, summary: Mapping[str, Any]) -> str:
-    """One line for each row, then what is wanted of DLLP's."""
+    """One line for each row, then the targets of DLLP's."""
     layered = table.name == LAYERED
     shown = {key: form for key, form in FIGURES.items() if key != "wasserstein" or not layered}
     own = ["removed later", "accuracy after (%)"] if layered else ["removed", "accuracy (%)"]
-    header = ["row", "weights", *own, "shown", *list(shown)[1:], "wanted"]
+    head = ["row", "weights", *own, "shown", *list(shown)[1:], "wanted"]
     body = []
     for name, row in summary["rows"].items():
-        count, *cells = (_cell(row["shape"].get(key), form) for key, form in shown.items())
+        values = {key: row["shape"].get(key) for key in shown}
+        count, *cells = ("–" if values[key] is None else form.format(values[key]) for key, form in shown.items())
         verdicts = {True: "reached", False: "missed", None: "not measured"}
         wanted = "; ".join(f"{key} {verdicts[value]}" for key, value in row.get("reached", {}).items())
         removed, accuracy = f"{100 * row['removed']:.1f}%", f"{row['accuracy']:.2f}"
         body.append([name, count, removed, accuracy, row["part"], *cells, wanted])
-    lines = [header, ["---"] + ["---:"] * (len(header) - 2) + ["---"], *body]
-    text = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    text = markdown_table(head, body, "l" + "r" * (len(head) - 2) + "l")
     note = (
         "Layers are standardised, then pooled; nothing was fine-tuned. near_zero: weights within a tenth of a standard "
         "deviation over a Gaussian's; ks: distance to the Gaussian of the same mean and deviation; dip_p: p-value of "
@@ -120,11 +206,7 @@ def markdown(table: Table, summary: Mapping[str, Any]) -> str:
         note += (
             f" Wanted of DLLP: near_zero within {RATIO[0]} and {RATIO[1]}, dip_p above {DIP_P}, ks at most {DISTANCE}."
         )
-    return "\n\n".join([f"**{table.title}**", text, note, made_by(dict(summary))]) + "\n"
-
-
-def _cell(value: Any, form: str) -> str:
-    return "–" if value is None else form.format(value)
+    return "\n\n".join([f"**{table.title}**", text, note, made_by(summary)]) + "\n"
 
 
 def draw(path: Path, summary: Mapping[str, Any]) -> None:
@@ -136,7 +218,7 @@ def draw(path: Path, summary: Mapping[str, Any]) -> None:
         for part, density in row["densities"].items()
         if (part != weight_analysis.WHOLE) == layered
     }
-    with pictures.panels(path, len(shown), COLUMNS) as axes:
+    with render.panels(path, len(shown), COLUMNS) as axes:
         for axis, ((name, part), density) in zip(axes, shown.items(), strict=True):
             _curve(axis, density[rows[name]["part"]], density["limit"], BESIDE if layered else 0)
             title = f"{name}, {part}, before the cut" if layered else f"{name} ({rows[name]['part']})"
@@ -156,10 +238,8 @@ def _curve(axis: Any, values: Sequence[float], limit: float, beside: int) -> Non
     peak = float(around[middle])
     around[middle] = np.nan
     (line,) = axis.plot(centres, around, linewidth=0.9)
-    top = (
-        float(np.delete(around, range(max(middle - beside, 0), min(middle + beside + 1, len(values)))).max(initial=0.0))
-        or 1.0
-    )
+    outside = np.delete(around, range(max(middle - beside, 0), min(middle + beside + 1, len(values))))
+    top = float(outside.max(initial=0.0)) or 1.0
     axis.set_ylim(0, 1.25 * top)
     share, height = peak * 2 * half, min(peak, 1.1 * top)
     axis.scatter([0], [height], s=CIRCLE * share, alpha=0.5, color=line.get_color(), zorder=3, clip_on=False)

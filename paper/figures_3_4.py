@@ -1,4 +1,4 @@
-"""Figures 3 and 4: what a pruned network doubts, over the quality of its inputs and over the data it learned from.
+"""Figures 3 and 4: uncertainty of a pruned network over the quality of its inputs and the size of its training data.
 
 A panel is a set of curves over the same places; every curve has a value for each seed at each place.
 """
@@ -11,21 +11,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from paper import pictures
-from paper.plans import Table, Variant
-from paper.prediction_metrics import Judged, judged
-from paper.splits import CLEAN
-from paper.store import OUTSIDE, Store
-from paper.summary import Lines, made_by, provenance
+from paper import render
+from paper.prediction_metrics import PredictionMetrics, stored_metrics
+from paper.render import Lines, made_by, markdown_table, provenance
+from paper.store import CLEAN, OUTSIDE, Store
+from paper.tables import Table, Variant
 
 QUALITIES = ("sharpen", CLEAN, "gaussian-blur:1", "gaussian-blur:2", "gaussian-blur:3", "gaussian-blur:5")
-"""From what the paper takes for the best data to the worst."""
+"""Versions of the data, from what the paper takes for the best to the worst."""
 NOISE = "fitted noise 1/d²"
 Values = Mapping[str, float]
 
 
 def figure3(table: Table, lines: Lines, variant: Variant, store: Store) -> dict[str, Any]:
-    """3a: aleatoric doubt over data quality; 3b: epistemic doubt over the share of the training data."""
+    """3a: aleatoric uncertainty over data quality; 3b: epistemic uncertainty over the share of the training data."""
     runs = {row.job.fraction: list(table.members(row, lines, variant)) for row in table.rows}
     found = {fraction: _by_seed(store, members) for fraction, members in runs.items() if members}
     panels = []
@@ -67,20 +66,20 @@ def figure4(table: Table, lines: Lines, variant: Variant, store: Store) -> dict[
 
 
 def _by_seed(store: Store, lines: Lines) -> dict[int, dict[str, Values]]:
-    """Seed -> version of the data -> figures of one run: the particles' own averaged, and of all together."""
+    """Seed -> version of the data -> metrics of one run: means over its particles, and those of the ensemble."""
     result = {}
     for line in lines:
-        found = judged(store, line)
-        versions = [name for name in found.together if not name.startswith(OUTSIDE)]
+        found = stored_metrics(store, line)
+        versions = [name for name in found.ensemble if not name.startswith(OUTSIDE)]
         result[line["seed"]] = {name: _figures(found, name, line) for name in versions}
     return result
 
 
-def _figures(found: Judged, version: str, line: Mapping[str, Any]) -> Values:
+def _figures(found: PredictionMetrics, version: str, line: Mapping[str, Any]) -> Values:
     names = ("fitted_noise", "log_likelihood")
-    own = {name: statistics.fmean(values[version][name] for values in found.alone) for name in names}
+    own = {name: statistics.fmean(values[version][name] for values in found.particles) for name in names}
     prior = statistics.fmean(line["log_prior"]) / line["num_data"]
-    return {**found.together[version], **own, "log_posterior": own["log_likelihood"] + prior}
+    return {**found.ensemble[version], **own, "log_posterior": own["log_likelihood"] + prior}
 
 
 def _curve(found: Mapping[int, Mapping[str, Values]], places: Sequence[str], name: str) -> dict[int, list[float]]:
@@ -119,15 +118,11 @@ def falls(values: Sequence[float]) -> bool:
 
 
 def _summary(table: Table, variant: Variant, panels: list[dict[str, Any]], used: Lines) -> dict[str, Any]:
-    words = ["dllp", "bench", table.name, *variant.words]
     seeds = sorted({line["seed"] for line in used})
     return {
-        "figure": table.name, "title": table.title, "seeds": seeds, "panels": panels, "command": " ".join(words),
-        **provenance(used),
+        "figure": table.name, "title": table.title, "seeds": seeds, "panels": panels,
+        "command": " ".join(["dllp", "bench", table.name, *variant.words]), **provenance(used),
     }  # fmt: skip
-
-
-# ---- what is shown
 
 
 def markdown(table: Table, summary: Mapping[str, Any]) -> str:
@@ -145,13 +140,11 @@ def markdown(table: Table, summary: Mapping[str, Any]) -> str:
                 cells.append(f"{series['mean'][i]:.4g}" + ("" if spread is None else f" ± {spread:.2g}"))
                 cells.append(", ".join(f"{values[i]:.4g}" for values in series["seeds"].values()))
             body.append(cells)
-        rows = [header, ["---"] + ["---:"] * (len(header) - 1), *body]
-        text = "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
-        parts.append(f"({panel['name']}) {panel['title']}:\n\n{text}")
+        parts.append(f"({panel['name']}) {panel['title']}:\n\n{markdown_table(header, body)}")
         if "wanted" in panel:
             parts.append(f"Wanted: {panel['wanted']}.")
             parts.append("\n".join(f"- {label}: {_verdict(series)}" for label, series in panel["series"].items()))
-    return "\n\n".join([*parts, made_by(dict(summary))]) + "\n"
+    return "\n\n".join([*parts, made_by(summary)]) + "\n"
 
 
 def _verdict(series: Mapping[str, Any]) -> str:
@@ -162,7 +155,7 @@ def _verdict(series: Mapping[str, Any]) -> str:
 
 def draw(path: Path, summary: Mapping[str, Any]) -> None:
     """Every panel's curves, scaled by their largest value where there are several."""
-    with pictures.panels(path, len(summary["panels"])) as axes:
+    with render.panels(path, len(summary["panels"])) as axes:
         for axis, panel in zip(axes, summary["panels"], strict=True):
             several = len(panel["series"]) > 1
             for label, series in panel["series"].items():

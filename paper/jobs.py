@@ -1,4 +1,4 @@
-"""One job: train (or derive) the networks of one table row for one seed, evaluate them, and say it in one JSON line."""
+"""A job: one table row for one seed; its recipe, its data, and the runner that trains and evaluates its networks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -19,9 +21,11 @@ from dllp.baselines import find as find_baseline
 from dllp.baselines import run as baseline
 from dllp.baselines.run import FINETUNE_LR
 from dllp.config import Config, Machine
-from dllp.data import ArrayData, Dataset
+from dllp.data import ArrayData, Dataset, StreamedData, holdout, ood, stratified
 from dllp.data.arrays import Augment
+from dllp.data.corruptions import parse
 from dllp.devices.device import environment, find_device
+from dllp.errors import ArtifactError
 from dllp.evaluation import metrics, weight_analysis
 from dllp.posterior import Posterior, predict_data
 from dllp.records import EpochRecord, Size
@@ -30,8 +34,56 @@ from dllp.structure.select import select
 from dllp.structure.slicing import cut
 from dllp.structure.slicing import recipe as kept_channels
 from dllp.training.state import RunState
-from paper.recipes import recipe, short
-from paper.splits import CLEAN, Split, Splits
+from paper.store import CLEAN, OUTSIDE
+
+# ---- recipes: one for each network, for dense, pruned and thin rows of every table alike
+
+SHARED: dict[str, Any] = dict(init="fresh", batch_size=512, epochs=60, lr_end=0.001, beta=0.1)
+CHANNEL: dict[str, Any] = dict(open_until=0.15, ramp_until=0.3, discrete_at=0.35, lr_gates=0.05)
+WEIGHT: dict[str, Any] = dict(
+    open_until=0.15, ramp_until=0.4, discrete_at=0.5, lr_gates=0.02, weight_decay=1e-3, slab_bounds=(1.0, 30.0)
+)
+PEAK_LR = {"resnet20": 0.4, "resnet50": 0.2, "resnet56": 0.4, "vgg11_bn": 0.2, "vgg16_bn": 0.2}
+
+TUNED = {
+    "resnet56": {
+        "deephoyer": "strength=1e-05",
+        "magnitude-l1": "strength=3e-05",
+        "polarization": "strength=0.0003",
+        "slimming": "strength=1e-05",
+        "sss": "strength=1e-06",
+    },
+    "vgg16_bn": {
+        "deephoyer": "strength=1e-05,least=0.3",
+        "magnitude-l1": "strength=1e-05",
+        "polarization": "strength=3e-05,least=0.2",
+        "slimming": "strength=1e-05,least=0.2",
+        "sss": "strength=1e-06,least=0.3",
+    },
+}
+"""Hyperparameters of other methods by network, chosen on held-out images (results/tuning)."""
+
+
+def tuned(method: str, network: str) -> str:
+    """The name of a method with the hyperparameters that were chosen for it, where any were."""
+    chosen = TUNED.get(network, {}).get(method)
+    return f"{method}:{chosen}" if chosen else method
+
+
+def recipe(network: str, granularity: str, **changes: Any) -> Config:
+    """The documented default for `network`, with whatever a job changes."""
+    own = CHANNEL if granularity == "channel" else WEIGHT
+    values = {**SHARED, "lr": PEAK_LR.get(network, 0.1), "granularity": granularity, **own, **changes}
+    return Config(**values)
+
+
+def short(granularity: str, **changes: Any) -> Config:
+    """The short preset, for a network that a recipe above has trained."""
+    shared = {name: SHARED[name] for name in ("batch_size", "beta")}
+    return Config.short(**{**shared, "granularity": granularity, **changes})
+
+
+# ---- jobs
 
 Method = Literal["dense", "dllp", "thin", "magnitude", "random", "baseline"]
 DERIVED = ("magnitude", "random")
@@ -43,13 +95,13 @@ MACHINE = {f.name for f in fields(Machine)}
 LATER: dict[str, Any] = {"prior": "spike_and_slab", "prior_scale": 0.05, "polarization": 1.2, "noise": "constant",
                          "sync_batch_norm": False, "accumulate": 1, "draw_gates": True,
                          "slab_decay": False}  # fmt: skip
-"""Fields that Config gained after results were published, with the value that means "as before": what has this value
-is left out of digests, so that those results keep their names."""
+"""Fields that Config gained after results were published, with the value that means "as before": left out of digests
+where they have it, so that those results keep their names."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained; two jobs with the same digest are the same run.
+    """One run; two jobs with the same digest are the same run.
 
     Attributes:
         keep: Fraction of the FLOPs that is kept; 1 for dense.
@@ -58,7 +110,7 @@ class Job:
         pretrain: How many of the epochs train the whole network first; the rest, by the short preset, start from it.
         fraction: Share of the training images that are used; epochs are as many more as there are fewer steps in one.
         augment: Of the training images, instead of what they were loaded with.
-        without: Classes that are left out of training and test, and kept as inputs from elsewhere.
+        without: Classes that are left out of training and test, and kept as out-of-distribution inputs.
         baseline: With the method `baseline`: one of :data:`dllp.baselines.METHODS`.
         finetune: Epochs after the cut of a baseline, at `finetune_lr` times the learning rate.
         changes: Differences from the network's recipe.
@@ -103,7 +155,7 @@ class Job:
 
     @property
     def digest(self) -> str:
-        """Names the job by everything that decides its outcome, the whole configuration included.
+        """A hash of everything that decides the job's outcome, the whole configuration included.
 
         The job's own fields count where they are not at their defaults; `changes` count as part of the configuration.
         """
@@ -115,9 +167,89 @@ class Job:
         return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:16]
 
 
+# ---- data
+
+Split = ArrayData | StreamedData
+KEPT = ("dense", "dllp", "l1-filters")
+"""Methods and baselines that are evaluated on every version of the test set."""
+CORRUPTIONS = ("gaussian-blur:1,2,3,5", "sharpen")
+FAR = (ood.NOISE, "digits")
+MOST_OUTSIDE = 2000
+"""Out-of-distribution inputs of each kind: areas under curves are good to a percent with them."""
+
+
+class Splits:
+    """Training data of a job, and every version of the data that it is evaluated on.
+
+    Args:
+        everywhere: Evaluate :data:`KEPT` methods on every version of the test set, not on the clean one only.
+    """
+
+    def __init__(self, data: Dataset, everywhere: bool = True) -> None:
+        self.data, self.everywhere = data, everywhere
+
+    @cached_property
+    def described(self) -> dict[str, Any]:
+        """Name and size of the data."""
+        data = self.data
+        name, shape = Path(data.name).name, list(data.train.shape)
+        return {"name": name, "train": len(data.train), "classes": data.num_classes, "shape": shape}
+
+    def check(self, seen: Sequence[dict[str, Any]]) -> None:
+        """Raise where finished runs saw other data than this, whatever its folder is called."""
+        for data in seen:
+            if {**data, "name": ""} != {**self.described, "name": ""}:
+                other, own = data_text(data), data_text(self.described)
+                raise ArtifactError(f"the results hold runs on other data ({other}) than {own}: give another --out")
+
+    def of(self, job: Job) -> tuple[Split, dict[str, ArrayData]]:
+        """Training data, and every version of the data to evaluate on; a held-out part is the same for every seed."""
+        train, test, versions = self.data.train, self.data.test, {CLEAN: self.data.test}
+        if job.augment:
+            train = replace(train, augment=job.augment)
+        if job.without:
+            train, _ = ood.leave_out(train, self.data.classes, job.without)
+            test, left = ood.leave_out(test, self.data.classes, job.without)
+            versions = {CLEAN: test, OUTSIDE + ood.LEFT_OUT: left, **self._far(test)}
+        elif self._on_every_version(job):
+            versions = self.test_versions
+        if job.validation:
+            train, held = holdout(train, job.validation, seed=0)
+            versions = {CLEAN: held.decoded() if isinstance(held, StreamedData) else held}
+        if job.fraction < 1:
+            train = train.subset(stratified(train.y.cpu(), round(job.fraction * len(train)), job.seed))
+        return train, versions
+
+    def _on_every_version(self, job: Job) -> bool:
+        """Whether a job is evaluated on corrupted and out-of-distribution inputs; never where images are streamed."""
+        wanted = (job.baseline or job.method) in KEPT and job.granularity == "channel" and not job.validation
+        return wanted and self.everywhere and isinstance(self.data.train, ArrayData)
+
+    @cached_property
+    def test_versions(self) -> dict[str, ArrayData]:
+        """The clean test set and its corrupted versions, then out-of-distribution inputs."""
+        everything = [corruption for text in CORRUPTIONS for corruption in parse(text)]
+        corrupted = {c.name: c.apply_to(self.data.test) for c in everything}
+        return {CLEAN: self.data.test, **corrupted, **self._far(self.data.test)}
+
+    def _far(self, test: ArrayData) -> dict[str, ArrayData]:
+        found = {name: ood.find(name, test) for name in FAR}
+        return {OUTSIDE + name: data.subset(range(min(len(data), MOST_OUTSIDE))) for name, data in found.items()}
+
+
+def data_text(data: dict[str, Any], held_out: int = 0) -> str:
+    """The data of a run in words."""
+    size = "x".join(map(str, data["shape"][1:] or data["shape"]))
+    less = f" ({held_out:,} of them held out)" if held_out else ""
+    return f"{data['name']}: {data['train']:,} training examples{less} of {size} in {data['classes']} classes"
+
+
+# ---- running a job
+
+
 @dataclass(frozen=True)
 class Trained:
-    """What a method hands over for evaluation; `before` is its network before fine-tuning."""
+    """Networks of a method, to be evaluated; `before` is its network before fine-tuning."""
 
     posterior: Posterior
     sizes: list[Size]
@@ -140,7 +272,7 @@ class Runner:
     """Runs jobs on one data set; dense networks are kept, because other methods start from them.
 
     Args:
-        everywhere: Whether predictions on corrupted and foreign inputs are wanted too.
+        everywhere: As for :class:`Splits`.
         machine: Settings that do not change what is computed: device, precision, engine.
     """
 
@@ -178,18 +310,11 @@ class Runner:
             "flops_of": FLOPS_OF["dense" if job.method == "dense" else job.granularity],
             "train_seconds": trained.seconds,
             "config": config.resolved().as_dict(),
-            **self._before(trained, test, device),
+            **({} if trained.before is None else {"before": before(trained.before, test, device)}),
             **trained.detail,
             **environment(device),
         }
         return Outcome(line, {name: p.numpy() for name, p in probabilities.items()}, labels.numpy())
-
-    def _before(self, trained: Trained, test: ArrayData, device: torch.device) -> dict[str, Any]:
-        """Figures of the network before it was fine-tuned, where it was."""
-        if trained.before is None:
-            return {}
-        found = predict_data(trained.before, test, device)
-        return {"before": metrics.summary(found.members[0], found.labels)}
 
     def config(self, job: Job) -> Config:
         """The job's configuration on this machine; a fraction of the data gets as many steps as all of it."""
@@ -219,18 +344,15 @@ class Runner:
         """Another method by the dense network's recipe, then its fine-tuning."""
         config = replace(config, weight_decay=job.dense.config.resolved().weight_decay)  # not that of DLLP's weights
 
-        def watched(verb: baseline.Verb, stage: str, model: nn.Module, data: Any, config: Config) -> Result:
-            return verb(model, data, config, **self.watch)
-
         pruned = baseline.prune(
             find_baseline(job.baseline), self._network(job), train, config, finetune_epochs=job.finetune,
             finetune_lr=job.finetune_lr, trained=self._trained_dense(job, train) if job.derived else None,
-            train=watched,
+            train=lambda verb, stage, model, data, config: verb(model, data, config, **self.watch),
         )  # fmt: skip
         result = pruned.result
         detail = {"widths": result.widths, "history": brief(result.history), **weights(job, pruned.before)}
-        before = pruned.before.posterior if pruned.after else None
-        return Trained(result.posterior, result.sizes, result.dense, spent(result), detail, before)
+        first = pruned.before.posterior if pruned.after else None
+        return Trained(result.posterior, result.sizes, result.dense, spent(result), detail, first)
 
     def _dense(self, job: Job, train: Split, config: Config) -> Trained:
         result = train_dense(self._network(job), train, config, **self.watch)
@@ -296,18 +418,24 @@ class Runner:
         return cut(network, kept_channels(network, structure.groups, chosen)), size, widths
 
 
+def before(posterior: Posterior, test: ArrayData, device: torch.device) -> dict[str, float]:
+    """Metrics of a network before it was fine-tuned."""
+    found = predict_data(posterior, test, device)
+    return metrics.summary(found.members[0], found.labels)
+
+
 def spent(result: Result) -> float:
     """Seconds of all its epochs."""
     return sum(record["seconds"] for record in result.history)
 
 
 def weights(job: Job, result: Result) -> dict[str, Any]:
-    """How the weights are distributed, for jobs that single weights are the point of (Section 9)."""
+    """The distribution of the weights, for jobs that prune single weights (Section 9)."""
     return {"distribution": weight_analysis.record(result)} if job.granularity == "weight" else {}
 
 
 def dense_size(structure: Structure) -> Size:
-    """What the whole network costs."""
+    """The cost of the whole network."""
     return Size(structure.flops.dense, round(structure.params.dense))
 
 

@@ -1,4 +1,4 @@
-"""Spread the jobs of a table over workers: the one who hands them out is the only one who writes.
+"""Run what a table still lacks, in this process or spread over workers; one process hands out jobs and writes.
 
 A job whose worker is lost is given to another one. Jobs that start from the same dense network go to the same worker,
 behind it, so that the network is trained once.
@@ -6,21 +6,24 @@ behind it, so that the network is trained once.
 
 from __future__ import annotations
 
+import json
+import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from dllp.errors import WorkerError
+from dllp.errors import DllpError, WorkerError
 from dllp.runs.signals import Stop
-from paper.jobs import Job
-from paper.plans import Planned
-from paper.run import Book, describe
-from paper.worker import Answer, Failed, Lost, Unfit
+from paper.jobs import Job, Outcome, Runner
+from paper.store import LABELS, Store
+from paper.tables import Planned
+from paper.workers import Answer, Failed, Lost, Unfit, attempt
 
 KEPT = "finished jobs are kept, the same command goes on"
 Unit = deque[Planned]
 Hand = Any
-"""What a pool calls one of its workers; anything that can be looked up."""
+"""A pool's name for one of its workers; hashable."""
 
 
 class Pool(Protocol):
@@ -45,7 +48,7 @@ class Pool(Protocol):
         ...
 
     def answers(self) -> Iterator[tuple[Hand, Answer]]:
-        """What came back, after a second at most; workers that answered :class:`Lost` are forgotten."""
+        """Answers that came within a second; workers that answered :class:`Lost` are forgotten."""
         ...
 
     def dismiss(self, hand: Hand) -> None:
@@ -71,8 +74,8 @@ class Spread:
 
     Args:
         pool: Closed at the end, whatever happens.
-        book: Where finished jobs are written down, at once.
-        tell: Called with a line about what went wrong without ending the bench.
+        book: Stores finished jobs, at once.
+        tell: Called with a line about an error that does not end the bench.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class Spread:
         self.unfit: list[Unfit] = []
 
     def run(self) -> None:
-        """Until every job is finished or has failed; what failed is raised at the end."""
+        """Run until every job is finished or has failed; failures are raised at the end."""
         with Stop() as stop:
             try:
                 while self._go_on():
@@ -156,3 +159,90 @@ class Spread:
         else:
             self.tell(f"{describe(planned)}: its worker was lost ({answer.reason}), another one takes the job")
             unit.appendleft(planned)
+
+
+class Book:
+    """Stores finished jobs and remembers failed ones.
+
+    Args:
+        store: Other processes may add to it meanwhile.
+        note: Added to every line, for example the command.
+        done: Called with a job's line after it was stored.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        note: Mapping[str, Any] | None = None,
+        done: Callable[[Planned, dict[str, Any]], None] = lambda planned, line: None,
+    ) -> None:
+        self.store, self.note, self.done = store, note or {}, done
+        self.failures: list[tuple[Planned, DllpError]] = []
+
+    def lacks(self, planned: Planned) -> bool:
+        """Whether the job is still to be run: another process may have finished it meanwhile."""
+        return planned.job.digest not in self.store.digests()
+
+    def keep(self, planned: Planned, outcome: Outcome) -> None:
+        """The job is finished."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        line = {"row": planned.row.name, **outcome.line, "date": now, **self.note}
+        keep = planned.row.predictions != "none" and not planned.job.validation
+        if self.store.add(line, {**outcome.probabilities, LABELS: outcome.labels} if keep else None):
+            self.done(planned, line)
+
+    def failed(self, planned: Planned, error: DllpError) -> None:
+        """The job will not be finished."""
+        self.failures.append((planned, error))
+
+    def close(self) -> None:
+        """Raise what failed, after all other jobs have run."""
+        if self.failures:
+            (planned, error), more = self.failures[0], len(self.failures) - 1
+            others = f" ({more} more failed)" if more else ""
+            raise type(error)(f"{planned.row.name}, seed {planned.job.seed}: {error}{others}")
+
+
+def finish(
+    plan: Sequence[Planned],
+    book: Book,
+    runner: Runner,
+    *,
+    begin: Callable[[Planned], None] = lambda planned: None,
+) -> None:
+    """Run the jobs that are not yet finished, one after another; `begin` is called before each."""
+    runner.splits.check(seen_data(book.store))
+    for planned in plan:
+        if not book.lacks(planned):
+            continue
+        begin(planned)
+        found = attempt(runner, planned.job)
+        if isinstance(found, Outcome):
+            book.keep(planned, found)
+            continue
+        book.failed(planned, found.error)
+        if found.trace:
+            print(found.trace, file=sys.stderr)
+    book.close()
+
+
+def seen_data(store: Store) -> list[dict[str, Any]]:
+    """Data of the finished runs, each once."""
+    found = {json.dumps(line["data"]): line["data"] for line in store.lines() if "data" in line}
+    return list(found.values())
+
+
+def describe(planned: Planned) -> str:
+    """A job in words."""
+    return f"{planned.row.name} seed {planned.job.seed}"
+
+
+def in_short(line: Mapping[str, Any]) -> str:
+    """The line of a finished job in short."""
+    particles, together = line["particles"], line["ensemble"]
+    parts = ["accuracy " + " / ".join(f"{100 * particle['accuracy']:.2f}" for particle in particles)]
+    if len(particles) > 1:
+        parts.append(f"all {100 * together['accuracy']:.2f}")
+    parts += [f"NLL {together['nll']:.3f}", f"ECE {100 * together['ece']:.2f}"]
+    parts += [f"{100 * min(line['flops_removed']):.2f}% of FLOPs removed", f"{line['train_seconds']:.0f} s"]
+    return ", ".join(parts)

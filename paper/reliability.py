@@ -1,7 +1,7 @@
-"""The honest comparison: dense networks, ensembles of them, pruned ones, on clean, corrupted and foreign data.
+"""Reliability of dense networks, ensembles of them and pruned ones, on clean, corrupted and out-of-distribution data.
 
-Everything is computed from what runs predicted. A contender is a way to read a row's runs: each network alone, all
-particles of a run together, or the dense networks of neighbouring seeds as ensembles of two.
+Everything is computed from stored predictions. A contender is a way to read a row's runs: each network alone, a run's
+particles as an ensemble, or the dense networks of neighbouring seeds as ensembles of two.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from paper import pictures
+from paper import render
 from paper.figures_3_4 import QUALITIES
-from paper.plans import Table, Variant
-from paper.prediction_metrics import Figures, Versions, judge, judged, probabilities
-from paper.splits import CLEAN
-from paper.store import OUTSIDE, Store
-from paper.summary import Lines, made_by, provenance
+from paper.prediction_metrics import Metrics, Versions, from_probabilities, probabilities, stored_metrics
+from paper.render import Lines, made_by, markdown_table, provenance
+from paper.store import CLEAN, OUTSIDE, Store
+from paper.tables import Table, Variant
 
 SHOWN = {
     "accuracy": ("accuracy (%)", 100), "nll": ("NLL", 1), "nll_after_temperature": ("NLL, tempered", 1),
@@ -85,9 +84,9 @@ CONTESTS = (
     ),
 )
 AIMS = {"ece": 0.01, "nll": 0.205}
-"""What the headline should reach without temperature scaling."""
+"""Targets of the headline without temperature scaling."""
 BETTER = ("nll", "ece", "aurc")
-"""In which it should be below the dense network."""
+"""Metrics in which it should be below the dense network."""
 
 
 def summarise(table: Table, lines: Lines, variant: Variant, store: Store) -> dict[str, Any]:
@@ -123,15 +122,15 @@ def _row(contender: Contender, lines: Lines, store: Store, variant: Variant) -> 
     }
 
 
-def _measured(contender: Contender, lines: Lines, store: Store) -> Iterator[Figures]:
-    """What is averaged: figures of each run, or pair of runs, on every version of the data."""
+def _measured(contender: Contender, lines: Lines, store: Store) -> Iterator[Metrics]:
+    """Metrics of each run, or pair of runs, on every version of the data."""
     if contender.how == "pairs":
         for versions, labels in _pairs(lines, store):
-            yield judge(versions, labels).together
+            yield from_probabilities(versions, labels).ensemble
         return
     for line in lines:
-        found = judged(store, line)
-        yield found.together if contender.how == "together" else _mean(found.alone)
+        found = stored_metrics(store, line)
+        yield found.ensemble if contender.how == "together" else _mean(found.particles)
 
 
 def _pairs(lines: Lines, store: Store) -> Iterator[tuple[Versions, Tensor]]:
@@ -142,7 +141,7 @@ def _pairs(lines: Lines, store: Store) -> Iterator[tuple[Versions, Tensor]]:
         yield {name: torch.cat([one[name], two[name]]) for name in one}, labels
 
 
-def _mean(found: Sequence[Figures]) -> Figures:
+def _mean(found: Sequence[Metrics]) -> Metrics:
     """Means over networks of the same run."""
     return {
         version: {name: statistics.fmean(f[version][name] for f in found) for name in found[0][version]}
@@ -175,11 +174,8 @@ def _verdicts(contest: Contest, rows: Sequence[dict[str, Any]]) -> list[dict[str
     ]
 
 
-# ---- what is shown
-
-
 def markdown(table: Table, summary: Mapping[str, Any]) -> str:
-    """Three tables for each contest: clean data, NLL and ECE under corruption, inputs from elsewhere."""
+    """Three tables for each contest: clean data, NLL and ECE under corruption, out-of-distribution inputs."""
     parts = [f"**{table.title}**; mean ± standard deviation over seeds."]
     for contest in summary["contests"]:
         rows = contest["rows"]
@@ -193,12 +189,12 @@ def markdown(table: Table, summary: Mapping[str, Any]) -> str:
             ]
             for row in rows
         ]  # fmt: skip
-        parts.append("Clean test data:\n\n" + _grid(head, body))
+        parts.append("Clean test data:\n\n" + markdown_table(head, body))
         corrupted = [name for name in QUALITIES if name != CLEAN and name in rows[0]["data"]]
         if corrupted:
             head = ["NLL / ECE (%)", *corrupted]
             body = [[row["name"], *(_both(row["data"][name]) for name in corrupted)] for row in rows]
-            parts.append("Corrupted test data:\n\n" + _grid(head, body))
+            parts.append("Corrupted test data:\n\n" + markdown_table(head, body))
         outside = [name for name in rows[0]["data"] if name.startswith(OUTSIDE)]
         if outside:
             names = [name.removeprefix(OUTSIDE) for name in outside]
@@ -207,10 +203,12 @@ def markdown(table: Table, summary: Mapping[str, Any]) -> str:
                 [row["name"], *(_cell(row["data"].get(o, {}), key, 100) for o in outside for key in OUTSIDE_SHOWN)]
                 for row in rows
             ]
-            parts.append("Inputs from elsewhere, told apart by the entropy of the prediction:\n\n" + _grid(head, body))
+            parts.append(
+                "Inputs from elsewhere, told apart by the entropy of the prediction:\n\n" + markdown_table(head, body)
+            )
         for aim in contest["wanted"]:
             parts.append(f"- {aim['aim']}: {aim['found']:.4f}, {'reached' if aim['reached'] else 'missed'}")
-    return "\n\n".join([*parts, made_by(dict(summary))]) + "\n"
+    return "\n\n".join([*parts, made_by(summary)]) + "\n"
 
 
 def _cell(figures: Mapping[str, Any], name: str, factor: float = 1) -> str:
@@ -225,17 +223,12 @@ def _both(figures: Mapping[str, Any]) -> str:
     return f"{_cell(figures, 'nll')} / {_cell(figures, 'ece', 100)}"
 
 
-def _grid(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    rule = ["---"] + ["---:"] * (len(head) - 1)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *body))
-
-
 def draw(path: Path, summary: Mapping[str, Any]) -> None:
     """NLL and ECE over data quality, a pair of panels for each contest that has corrupted data."""
     contests = [contest for contest in summary["contests"] if QUALITIES[0] in contest["rows"][0]["data"]]
     if not contests:
         return
-    with pictures.panels(path, 2 * len(contests)) as axes:
+    with render.panels(path, 2 * len(contests)) as axes:
         for k, contest in enumerate(contests):
             for axis, (name, label) in zip(axes[2 * k : 2 * k + 2], (("nll", "NLL"), ("ece", "ECE")), strict=True):
                 for row in contest["rows"]:

@@ -1,9 +1,10 @@
-"""The results folder of a table: what is finished, in a form that a crash cannot spoil.
+"""The results folder of a table: finished jobs, in a form that a crash cannot spoil.
 
     runs.jsonl                  one line for each finished job, only ever appended to
     probabilities/DIGEST.npz    (n, B, C) test probabilities on each version of the test set, and the labels (B,);
-                                `ood:NAME` stands for inputs from elsewhere, as many as there are and without labels
-    figures.jsonl               what was computed from probabilities, one line for each job
+                                `ood:NAME` are out-of-distribution inputs, as many as there are and without labels
+    figures.jsonl               metrics computed from probabilities, one line for each job
+    .lock                       held by the process that appends; without meaning otherwise
 
 A job is named by its digest; what has a line is finished and is never run again.
 """
@@ -11,7 +12,6 @@ A job is named by its digest; what has a line is finished and is never run again
 from __future__ import annotations
 
 import bz2
-import contextlib
 import io
 import json
 import math
@@ -19,18 +19,20 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from filelock import FileLock
 
 from dllp import files
 from dllp.data import npy
 from dllp.errors import ArtifactError
 
-RUNS, FIGURES = "runs.jsonl", "figures.jsonl"
-PROBABILITIES, LABELS, OUTSIDE = "probabilities", "labels", "ood:"
+RUNS, FIGURES, PROBABILITIES, LOCK = "runs.jsonl", "figures.jsonl", "probabilities", ".lock"
+CLEAN, OUTSIDE, LABELS = "clean", "ood:", "labels"
+"""Arrays of probabilities: those of the clean test set, what names of out-of-distribution inputs begin with, labels."""
 RUNS_BYTES, ARRAYS_BYTES, MOST_ARRAYS = 2**28, 2**31, 64
 
 
@@ -83,7 +85,7 @@ class Store:
         return self._append(self.runs, line, (lambda: files.write_bytes(place, arrays)) if arrays else None, once=True)
 
     def figures(self, digest: str, date: str | None) -> dict[str, Any] | None:
-        """What was computed from a job's probabilities here or in a source; None where nothing was.
+        """The metrics of a job's probabilities, here or in a source; None where there are none.
 
         `date` tells runs of the same job apart.
         """
@@ -94,7 +96,7 @@ class Store:
         return None
 
     def add_figures(self, line: Mapping[str, Any]) -> dict[str, Any]:
-        """Write down what was computed from a job's probabilities."""
+        """Append the metrics of a job's probabilities."""
         self._append(self.judged, line)
         return dict(_finite(line))
 
@@ -106,10 +108,10 @@ class Store:
         self, path: Path, line: Mapping[str, Any], first: Callable[[], None] | None = None, *, once: bool = False
     ) -> bool:
         """Add a line to a file, `once` for each digest; `first` is done before, so that both are of one run."""
-        text = _text(line)
+        text = json.dumps(_finite(line), allow_nan=False, separators=(",", ":")).encode() + b"\n"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with open(path, "a+b") as file, _locked(file):
+            with FileLock(self.folder / LOCK), open(path, "a+b") as file:
                 if _mend(file, line["digest"]) and once:
                     return False
                 if first is not None:
@@ -167,26 +169,19 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return found if line is None else [*found, line]
 
 
-def _text(line: Mapping[str, Any]) -> bytes:
-    return json.dumps(_finite(line), allow_nan=False, separators=(",", ":")).encode() + b"\n"
-
-
 def pack(probabilities: Mapping[str, np.ndarray]) -> bytes:
     """An .npz that numpy.load reads: bzip2 in place of deflate, a fifth smaller on such numbers; no dates in it."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_BZIP2) as archive:
         for name, value in probabilities.items():
             member = io.BytesIO()
-            np.lib.format.write_array(member, _narrow(value) if name == LABELS else shortened(value))
+            if name == LABELS:  # in as few bytes as they need: one for up to 256 classes
+                value = value.astype(np.min_scalar_type(int(value.max(initial=0))))
+            np.lib.format.write_array(member, value if name == LABELS else shortened(value))
             entry = zipfile.ZipInfo(f"{name}.npy")
             entry.compress_type = zipfile.ZIP_BZIP2
             archive.writestr(entry, member.getvalue())
     return buffer.getvalue()
-
-
-def _narrow(labels: np.ndarray) -> np.ndarray:
-    """Labels in as few bytes as they need: one for up to 256 classes."""
-    return labels.astype(np.min_scalar_type(int(labels.max(initial=0))))
 
 
 def unpack(file: BinaryIO) -> dict[str, np.ndarray]:
@@ -267,18 +262,3 @@ def _mend(file: BinaryIO, digest: str) -> bool:
         file.write(b"\n")
         file.flush()
     return any((line := _parse(text)) is not None and line["digest"] == digest for text in content.split(b"\n"))
-
-
-@contextlib.contextmanager
-def _locked(file: BinaryIO) -> Iterator[None]:
-    """Others wait meanwhile; where the system has no such lock, appending alone must do."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    fcntl.flock(file, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        fcntl.flock(file, fcntl.LOCK_UN)

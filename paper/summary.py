@@ -1,4 +1,4 @@
-"""What a table's finished runs amount to: summary.json, and the same as Markdown.
+"""From finished runs to files: summary.json, table.md and a figure's picture.svg; here for tables.
 
 Accuracies, drops, calibration errors and FLOPs are in percent, NLL in nats, times in seconds.
 """
@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from dllp import files
 from dllp.baselines import find as find_baseline
 from dllp.errors import ArtifactError
-from paper import shapes
-from paper.plans import Quoted, Row, Table, Variant
-from paper.store import Store
+from paper import figures_2_5, figures_3_4, reliability, render
+from paper.jobs import data_text
+from paper.render import Lines, distinct, made_by, markdown_table, provenance
+from paper.store import FIGURES, Store
+from paper.tables import Quoted, Row, Table, Variant
 
-Lines = Sequence[dict[str, Any]]
-"""Finished runs, as :meth:`paper.store.Store.lines` gives them."""
+SUMMARY, MARKDOWN, PICTURE = "summary.json", "table.md", "picture.svg"
 UNITS = {"acc, drop, gain, flops_removed, params_kept, ece": "percent", "nll": "nats", "train_seconds": "seconds"}
-VERSIONS = ("dllp", "torch", "python")
 STRAW = 0.5
 """A baseline within so many points of what its paper states, to either side, counts as reproduced."""
 METHODS = {
@@ -36,64 +38,6 @@ EXPLANATION = (
 )
 
 
-def check(line: dict[str, Any], place: object) -> None:
-    """Raise unless a finished run has the fields that a summary reads; `place` names its file."""
-    texts = ("hardware", "date", "flops_of", *VERSIONS)
-    tests: dict[str, Callable[[Any], bool]] = {
-        **dict.fromkeys(texts, lambda v: isinstance(v, str) and v.isprintable() and len(v) <= 200),
-        **dict.fromkeys(("params", "flops_removed"), lambda v: _numbers(v) and bool(v)),
-        "dense_params": lambda v: _number(v) and v >= 1,
-        "train_seconds": _number,
-        "epochs": lambda v: type(v) is int,
-        "config": lambda v: isinstance(v, dict) and v.get("precision") in ("float32", "bfloat16"),
-        "ensemble": _figures,
-        "particles": lambda v: isinstance(v, list) and bool(v) and all(map(_figures, v)),
-    }
-    for name, fits in tests.items():
-        if not fits(line.get(name)):
-            raise ArtifactError(
-                f"{place}, digest {line['digest']}: {name!r} is missing or of the wrong kind: "
-                "remove the line, and its job runs again"
-            )
-    if "before" in line and not _figures(line["before"]):
-        raise ArtifactError(f"{place}, digest {line['digest']}: 'before' is of the wrong kind")
-    if "data" in line and not is_data(line["data"]):
-        raise ArtifactError(f"{place}, digest {line['digest']}: 'data' is of the wrong kind")
-    for name in ("processes", "pretrain", "finetune"):
-        if type(line.get(name, 0)) is not int:
-            raise ArtifactError(f"{place}, digest {line['digest']}: {name!r} is no whole number")
-    shapes.of_run(line, place)
-
-
-def _number(value: Any) -> bool:
-    """A number that stays finite when it is averaged and made a percentage."""
-    return type(value) in (int, float) and abs(value) < 1e18
-
-
-def _numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_number, value))
-
-
-def _figures(value: Any) -> bool:
-    return isinstance(value, dict) and all(_number(value.get(name)) for name in ("accuracy", "nll", "ece"))
-
-
-def is_data(value: Any) -> bool:
-    """Whether it is what :attr:`paper.splits.Splits.described` gives."""
-    if not isinstance(value, dict) or set(value) != {"name", "train", "classes", "shape"}:
-        return False
-    name, sizes = value["name"], value["shape"]
-    numbers = [value["train"], value["classes"], *(sizes if isinstance(sizes, list) else [None])]
-    return isinstance(name, str) and name.isprintable() and len(name) <= 200 and all(type(n) is int for n in numbers)
-
-
-def data_text(data: dict[str, Any], held_out: int = 0) -> str:
-    """What a run was trained on, in words."""
-    size = "x".join(map(str, data["shape"][1:] or data["shape"]))
-    less = f" ({held_out:,} of them held out)" if held_out else ""
-    return f"{data['name']}: {data['train']:,} training examples{less} of {size} in {data['classes']} classes"
-
-
 def summarise(table: Table, lines: Lines, variant: Variant, store: Store | None = None) -> dict[str, Any]:
     """Finished runs -> the content of summary.json; runs that belong to no row, or to another recipe, are left out."""
     members = {row.name: list(table.members(row, lines, variant)) for row in table.rows}
@@ -104,6 +48,7 @@ def summarise(table: Table, lines: Lines, variant: Variant, store: Store | None 
         if members[row.name]
     ]
     used = [line for found in members.values() for line in found]
+    data = distinct(data_text(line["data"], variant.validation) for line in used if "data" in line)
     return {
         "table": table.name,
         "title": table.title,
@@ -111,26 +56,9 @@ def summarise(table: Table, lines: Lines, variant: Variant, store: Store | None 
         "quoted": [vars(quoted) for quoted in table.quoted],
         "evaluated_on": "validation" if variant.validation else "test",
         "units": UNITS,
-        **_data(used, variant),
+        **({"data": data} if data else {}),
         "command": _command(table, rows, used, variant),
         **provenance(used),
-    }
-
-
-def _data(used: Lines, variant: Variant) -> dict[str, str]:
-    """What the runs were trained on, where they say it."""
-    text = _distinct(data_text(line["data"], variant.validation) for line in used if "data" in line)
-    return {"data": text} if text else {}
-
-
-def provenance(used: Lines) -> dict[str, Any]:
-    """Where, when and with what the runs were made."""
-    return {
-        "hardware": _distinct(line["hardware"] for line in used),
-        "precision": _distinct(line["config"]["precision"] for line in used),
-        "processes_sharing_the_device": max((line.get("processes", 1) for line in used), default=1),
-        "versions": {name: _distinct(line[name] for line in used) for name in VERSIONS},
-        "date": max((line["date"] for line in used), default=None),
     }
 
 
@@ -157,8 +85,8 @@ def summarise_row(row: Row, lines: Lines, dense: Lines, wanted: Sequence[tuple[s
         "before_acc_mean": _mean([100 * line["before"]["accuracy"] for line in lines if "before" in line]),
         "finetune_epochs": first.get("finetune", 0),
         "pretrain_epochs": first.get("pretrain", 0),
-        "shape": next(iter(shapes.of_run(first)), None),
-        "shapes": shapes.of_row(lines),
+        "shape": next(iter(figures_2_5.kept_of_run(first)), None),
+        "shapes": figures_2_5.kept_of_row(lines),
         "drop_mean": None if dense_acc is None else dense_acc - acc,
         "drop_se": _both(_error(_accuracies(lines)), _error(_accuracies(dense))) if job.method != "dense" else None,
         "flops_removed_mean": 100 * statistics.fmean(value for line in lines for value in line["flops_removed"]),
@@ -216,11 +144,11 @@ def _command(table: Table, rows: Lines, used: Lines, variant: Variant) -> str:
 # ---- Markdown
 
 
-HEADER = (
-    "| method | FLOPs removed | counted on | accuracy (%) | drop | all: accuracy | NLL | all: NLL | ECE (%) "
-    "| all: ECE | training (s) | seeds | wanted |\n|---|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|"
-)
-_CELLS = 13
+HEAD = (
+    "method", "FLOPs removed", "counted on", "accuracy (%)", "drop", "all: accuracy", "NLL", "all: NLL", "ECE (%)",
+    "all: ECE", "training (s)", "seeds", "wanted",
+)  # fmt: skip
+ALIGN = "lrlrrrrrrrrrl"
 
 
 def markdown(table: Table, summary: dict[str, Any]) -> str:
@@ -230,28 +158,15 @@ def markdown(table: Table, summary: dict[str, Any]) -> str:
     for network in networks:
         rows = [row for row in summary["rows"] if row["network"] == network]
         quoted = [quoted for quoted in table.quoted if quoted.network == network]
-        epochs = _distinct(str(row["epochs"]) for row in rows)
-        heading = f"{network}, {epochs} epochs" + (f", dense accuracy {_dense(rows)}" if _dense(rows) else "")
-        body = [_line(_measured(row)) for row in rows] + [_line(_printed(row)) for row in quoted]
-        parts.append("\n".join([f"{heading}:\n", HEADER, *body]))
-    parts += shapes.markdown(summary["rows"])
+        epochs, dense = distinct(str(row["epochs"]) for row in rows), rows[0]["dense_acc_mean"]
+        heading = f"{network}, {epochs} epochs" + ("" if dense is None else f", dense accuracy {dense:.2f}")
+        body = [*map(_measured, rows), *map(_printed, quoted)]
+        parts.append(f"{heading}:\n\n{markdown_table(HEAD, body, ALIGN, space='')}")
+    parts += figures_2_5.kept_markdown(summary["rows"])
     if not table.data and "data" in summary:
         parts.append(f"Measured on {summary['data']}.")
     parts += [EXPLANATION, *filter(None, [table.note]), made_by(summary)]
     return "\n\n".join(parts) + "\n"
-
-
-def made_by(summary: dict[str, Any]) -> str:
-    """Command, hardware and versions as one line."""
-    made = [
-        f"`{summary['command']}`", summary["hardware"], summary["precision"],
-        ", ".join(f"{name} {version}" for name, version in summary["versions"].items()),
-        f"finished {summary['date'][:10]}",
-    ]  # fmt: skip
-    shared = summary["processes_sharing_the_device"]
-    if shared > 1:
-        made.append(f"times measured while up to {shared} processes shared the device")
-    return "Made by " + "; ".join(made) + "."
 
 
 def _measured(row: dict[str, Any]) -> list[str]:
@@ -281,21 +196,12 @@ def _printed(row: Quoted) -> list[str]:
     accuracy = f"{row.dense_acc - row.drop:.2f} (dense {row.dense_acc:.2f})"
     method, removed = f"*{row.method}, quoted from the paper*", f"{row.flops_removed:g}%"
     cells = [method, removed, "not stated", accuracy, f"{row.drop:g}"]
-    return cells + ["–"] * (_CELLS - len(cells) - 1) + [""]
+    return cells + ["–"] * (len(HEAD) - len(cells) - 1) + [""]
 
 
 def _aim(figure: str, value: float) -> str:
     return {"drop": f"drop ≤ {value:g}", "acc": f"accuracy ≥ {value:g}", "gain": f"all − dense ≥ {value:g}",
             "published": f"published drop {value:g}"}[figure]  # fmt: skip
-
-
-def _dense(rows: Sequence[dict[str, Any]]) -> str:
-    value = rows[0]["dense_acc_mean"]
-    return "" if value is None else f"{value:.2f}"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 # ---- small statistics
@@ -320,5 +226,45 @@ def _both(a: float | None, b: float | None) -> float | None:
     return None if a is None or b is None else math.hypot(a, b)
 
 
-def _distinct(values: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(values))
+# ---- files
+
+KINDS = {
+    "figure2": (figures_2_5.summarise, figures_2_5.markdown, figures_2_5.draw),
+    "figure3": (figures_3_4.figure3, figures_3_4.markdown, figures_3_4.draw),
+    "figure4": (figures_3_4.figure4, figures_3_4.markdown, figures_3_4.draw),
+    "figure5": (figures_2_5.summarise, figures_2_5.markdown, figures_2_5.draw),
+    "reliability": (reliability.summarise, reliability.markdown, reliability.draw),
+}
+"""What is no table has a summary, a text and a picture of its own."""
+OF_PREDICTIONS = ("figure3", "figure4", "reliability")
+"""Computed from predictions on the test set and its versions."""
+
+
+def open_store(out: Path, table: Table, variant: Variant) -> Store:
+    """The table's results, with those of its sources at hand; a variant sees the same variant of them."""
+    folder, *sources = (out / f"{name}{variant.suffix}" for name in (table.name, *table.sources))
+    return Store(folder, [Store(source) for source in sources])
+
+
+def write_summary(table: Table, store: Store, variant: Variant) -> dict[str, Any] | None:
+    """Write summary.json and table.md from whatever is finished, and a figure's picture; nothing where nothing is."""
+    lines = store.lines()
+    if not any(True for row in table.rows for _ in table.members(row, lines, variant)):
+        return None
+    to_summary, to_text, draw = KINDS.get(table.name, (summarise, markdown, None))
+    try:
+        summary = to_summary(table, lines, variant, store)
+        text = to_text(table, summary)
+        files.write_json(store.folder / SUMMARY, summary)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        where = f"{store.runs} or {FIGURES}" if store.judged.exists() else f"{store.runs}"
+        way = "remove its line, and its job runs again"
+        raise ArtifactError(f"{where}: a run is not one of {table.name} ({error!r}): {way}") from None
+    files.write_bytes(store.folder / MARKDOWN, text.encode())
+    for row in table.rows:
+        if row.predictions == "judged":
+            for line in table.members(row, lines, variant):
+                store.forget(line["digest"])
+    if draw is not None and render.matplotlib_installed():
+        draw(store.folder / PICTURE, summary)
+    return summary

@@ -25,7 +25,7 @@ import yaml
 
 import dllp
 from dllp.cli.parser import parse
-from paper.recipes import recipe
+from paper.jobs import recipe
 from paper.tables import TABLES
 from tests.support.commands import ENVIRONMENT
 

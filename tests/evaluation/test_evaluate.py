@@ -18,7 +18,7 @@ from dllp.evaluation import evaluate, metrics
 from dllp.method import efficiency
 from dllp.posterior import Posterior
 from dllp.records import Size
-from paper.prediction_metrics import judge
+from paper.prediction_metrics import from_probabilities
 
 DISK = {"dense": 1000, "particle 1": 100, "particle 2": 200}
 
@@ -149,7 +149,7 @@ def test_certain_networks_that_are_always_right_are_fully_efficient() -> None:
     run = dllp.Result(dllp.Config(), [], posterior, [], Size(1.0, 1), [Size(1.0, 1)] * 2, {}, {})
     (found,) = evaluate.measure(run, dllp.data.from_pair(x, y)).efficiency
     assert (found.s2, found.a2, found.b2, found.one, found.together) == (0, 0, 0, 1, 1)
-    figures = judge({"clean": posterior.members(x).double()}, y).together["clean"]
+    figures = from_probabilities({"clean": posterior.members(x).double()}, y).ensemble["clean"]
     assert [figures[name] for name in ("s2", "a2", "b2", "efficiency")] == [0, 0, 0, 1]
 
 

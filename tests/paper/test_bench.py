@@ -19,8 +19,8 @@ from dllp.errors import StructureError
 from dllp.evaluation import metrics
 from paper import tables
 from paper.jobs import Job, Runner
-from paper.plans import Quoted, Row, Table
 from paper.store import Store
+from paper.tables import Quoted, Row, Table
 from tests.support.commands import ENVIRONMENT, UNTRACED, one_line
 
 # ---- a tiny table, end to end

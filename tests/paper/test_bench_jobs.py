@@ -14,9 +14,10 @@ from dllp.baselines.fpgm import GeometricMedian
 from dllp.baselines.polarization import Polarization
 from dllp.baselines.slimming import Slimming
 from dllp.errors import ConfigError
-from paper import jobs, plans, run, tables
+from paper import jobs, tables
 from paper.jobs import Job
-from paper.plans import Quoted, Variant
+from paper.summary import open_store
+from paper.tables import Quoted, Variant
 
 
 def test_a_digest_names_what_is_computed() -> None:
@@ -112,8 +113,8 @@ def test_plans_follow_the_options() -> None:
         (name, seed) for seed in (0, 4) for name in ("dense", "dllp-channel-55", "dllp-weight-55")
     ]
     assert all(p.job.epochs == 2 and p.job.validation == 100 for p in plan)
-    assert run.folder_of(Path("r"), table, Variant()) == Path("r/table1")
-    names = {run.folder_of(Path("r"), table, Variant(e, v)).name for e in (None, 2) for v in (0, 100)}
+    assert open_store(Path("r"), table, Variant()).folder == Path("r/table1")
+    names = {open_store(Path("r"), table, Variant(e, v)).folder.name for e in (None, 2) for v in (0, 100)}
     assert len(names) == 4
     with pytest.raises(ConfigError, match="no row 'nothing'"):
         table.plan(["nothing"])
@@ -124,7 +125,7 @@ def test_plans_follow_the_options() -> None:
 
 
 def test_settings_reach_the_jobs_that_have_them() -> None:
-    given = plans.settings(["strength=1e-5", "network=resnet20", "slab_bounds=[1.0, 30.0]", "prior=laplace"])
+    given = tables.settings(["strength=1e-5", "network=resnet20", "slab_bounds=[1.0, 30.0]", "prior=laplace"])
     assert given == {"strength": 1e-5, "network": "resnet20", "slab_bounds": (1.0, 30.0), "prior": "laplace"}
     table = tables.TABLES["table1"]
     rows = {row.name: row.job for row in table.set({**given, "finetune_lr": 0.1}).rows}
@@ -144,7 +145,7 @@ def test_settings_reach_the_jobs_that_have_them() -> None:
     )
     assert Variant(30, 5000, dict(reversed(given.items()))).suffix == variant.suffix, "in whatever order they come"
     words = shlex.split(" ".join(variant.words))
-    assert words[:4] == ["--epochs", "30", "--validation", "5000"] and plans.settings(words[5:]) == given
+    assert words[:4] == ["--epochs", "30", "--validation", "5000"] and tables.settings(words[5:]) == given
     assert table.set({}) == table and Variant().words == []
 
 

@@ -14,8 +14,8 @@ from dllp.config import Config
 from dllp.data import ArrayData, Dataset
 from paper import jobs, tables
 from paper.jobs import Job, Runner
-from paper.plans import Variant
 from paper.summary import markdown, summarise
+from paper.tables import Variant
 
 JOB = Job("small_cnn", "dllp", keep=0.5, epochs=3, pretrain=2)
 

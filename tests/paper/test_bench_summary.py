@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from dllp.errors import ArtifactError
 from dllp.method import weight_laws
 from paper import summary
 from paper.jobs import Job
-from paper.plans import Quoted, Row, Table, Variant
+from paper.store import Store
+from paper.tables import Quoted, Row, Table, Variant
 
 
 def finished(job: Job, particles: list[float], ensemble: float, seconds: float, removed: float) -> dict[str, Any]:
@@ -147,8 +149,6 @@ def test_weight_rows_tell_how_every_seeds_particles_are_distributed(monkeypatch:
     cut = random.normal(size=20_000)
     table, lines = weight_rows(monkeypatch, gaussian[:2], [gaussian[2], cut[np.abs(cut) > 1]])
     del lines[0]["distribution"]["others"]  # as runs were written that looked at the first particle only
-    for line in lines:
-        summary.check(line, "here")
     made = summary.summarise(table, lines, Variant())
     (row,) = made["rows"]
     shapes = row["shapes"]
@@ -165,8 +165,18 @@ def test_weight_rows_tell_how_every_seeds_particles_are_distributed(monkeypatch:
     json.dumps(made, allow_nan=False)
 
 
-@pytest.mark.parametrize("damage", [{"sample": "much"}, {"whole": 3}, {"whole": {"kept": {"ks": 1}}}, {"others": [1]}])
-def test_a_damaged_distribution_is_told_by_its_run(monkeypatch: pytest.MonkeyPatch, damage: dict[str, Any]) -> None:
-    _, (line,) = weight_rows(monkeypatch, [np.random.default_rng(0).normal(size=100)])
-    with pytest.raises(ArtifactError, match=f"here, digest {line['digest']}: 'distribution' is damaged"):
-        summary.check({**line, "distribution": {**line["distribution"], **damage}}, "here")
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"particles": []}, {"ensemble": {"accuracy": "high"}}, {"dense_params": 0}, {"train_seconds": None},
+        {"hardware": 3}, {"distribution": {"sample": "much"}}, {"distribution": {"whole": {"kept": {"ks": 1}}}},
+        {"data": {"name": "pets"}},
+    ],
+)  # fmt: skip
+def test_a_line_that_is_no_run_of_the_table_is_one_error(tmp_path: Path, damage: dict[str, Any]) -> None:
+    table, (line, *_) = by_hand()
+    store = Store(tmp_path)
+    store.add(line | damage)
+    with pytest.raises(ArtifactError, match=r"runs\.jsonl: a run is not one of hand .*: remove its line"):
+        summary.write_summary(table, store, Variant())
+    assert not (tmp_path / "summary.json").exists()

@@ -15,12 +15,13 @@ import torch
 from dllp.data import load
 from dllp.errors import ArtifactError
 from dllp.evaluation import metrics
-from paper import figures_3_4, reliability, run, tables
+from paper import figures_3_4, reliability, tables
 from paper.__main__ import main
 from paper.jobs import Job, Runner
-from paper.plans import Row, Table, Variant
-from paper.prediction_metrics import judged
+from paper.prediction_metrics import stored_metrics
 from paper.store import LABELS, Store
+from paper.summary import open_store, write_summary
+from paper.tables import Row, Table, Variant
 from tests.support.commands import one_line
 
 Capture = pytest.CaptureFixture[str]
@@ -48,7 +49,7 @@ def line(job: Job, **more: Any) -> dict[str, Any]:
 
 
 def fill(store: Store, job: Job, levels: dict[str, float], spread: float) -> None:
-    """A run whose predictions are :func:`predictions`, and undecided on inputs from elsewhere."""
+    """A run whose predictions are :func:`predictions`, and undecided on out-of-distribution inputs."""
     labels = np.arange(200) % CLASSES
     kept = {name: predictions(level, spread, labels) for name, level in levels.items()}
     kept["ood:noise"] = np.full((2, 30, CLASSES), 1 / CLASSES)
@@ -57,12 +58,12 @@ def fill(store: Store, job: Job, levels: dict[str, float], spread: float) -> Non
 
 def made_up(name: str, tmp_path: Path) -> tuple[Table, Store, dict[str, Any]]:
     table = tables.TABLES[name]
-    store = run.open_store(tmp_path, table, Variant())
+    store = open_store(tmp_path, table, Variant())
     for row in table.rows:
         for seed in (0, 1) if row.job.network in ("resnet56", "vgg11_bn") and not row.job.without else ():
             spread = 0.01 * (6 - 5 * row.job.fraction) * (1 + 0.1 * seed)
             fill(store, replace(row.job, seed=seed), LEVELS, spread)
-    summary = run.write_summary(table, store, Variant())
+    summary = write_summary(table, store, Variant())
     assert summary is not None and (store.folder / "picture.svg").read_bytes().startswith(b"<?xml")
     assert json.loads((store.folder / "summary.json").read_text()) == json.loads(json.dumps(summary))
     return table, store, summary
@@ -150,7 +151,7 @@ def test_ensembles_of_two_use_every_dense_network_twice(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_runs_that_are_not_of_the_bench_are_named(name: str, damage: str, tmp_path: Path) -> None:
     table = tables.TABLES[name]
-    store, job = run.open_store(tmp_path, table, Variant()), table.rows[-1 if name == "figure3" else 0].job
+    store, job = open_store(tmp_path, table, Variant()), table.rows[-1 if name == "figure3" else 0].job
     labels = np.arange(40) % CLASSES
     kept = {quality: predictions(level, 0.01, labels) for quality, level in LEVELS.items()}
     if damage == "versions":
@@ -160,15 +161,15 @@ def test_runs_that_are_not_of_the_bench_are_named(name: str, damage: str, tmp_pa
     store.add({key: value for key, value in line(job).items() if key != damage or damage == "particles"},
               {**kept, LABELS: labels})  # fmt: skip
     with pytest.raises(ArtifactError, match="remove its line"):
-        run.write_summary(table, store, Variant())
+        write_summary(table, store, Variant())
     assert not (store.folder / "summary.json").exists()
 
 
 def test_one_dense_run_is_no_ensemble(tmp_path: Path) -> None:
     table = tables.TABLES["reliability"]
-    store = run.open_store(tmp_path, table, Variant())
+    store = open_store(tmp_path, table, Variant())
     fill(store, table.rows[0].job, LEVELS, 0.0)
-    summary = run.write_summary(table, store, Variant())
+    summary = write_summary(table, store, Variant())
     assert summary is not None and [row["name"] for row in summary["contests"][0]["rows"]] == ["dense"]
     assert summary["contests"][0]["wanted"] == []
 
@@ -195,31 +196,28 @@ def test_figures_outlive_probabilities(tmp_path: Path) -> None:
     """Figure 3's are computed once; what they were computed from can go, and Figure 4 takes them over."""
     _, store, summary = made_up("figure3", tmp_path)
     assert not list((store.folder / "probabilities").iterdir())
-    assert run.write_summary(tables.TABLES["figure3"], store, Variant()) == summary
+    assert write_summary(tables.TABLES["figure3"], store, Variant()) == summary
     table = tables.TABLES["figure4"]
-    other = run.open_store(tmp_path, table, Variant())
+    other = open_store(tmp_path, table, Variant())
     other.adopt({planned.job.digest: True for planned in table.plan()})
-    assert run.write_summary(table, other, Variant()) is not None and not (other.folder / "figures.jsonl").exists()
+    assert write_summary(table, other, Variant()) is not None and not (other.folder / "figures.jsonl").exists()
 
 
 def test_figures_belong_to_one_run_of_a_job(tmp_path: Path) -> None:
     store, job = Store(tmp_path), Job("resnet56", "dense")
     fill(store, job, {"clean": 0.1}, 0.0)
     (first,) = store.lines()
-    before = judged(store, first).together["clean"]["nll"]
+    before = stored_metrics(store, first).ensemble["clean"]["nll"]
     store.runs.unlink()
     fill(store, job, {"clean": 0.4}, 0.0)
     (again,) = (line | {"date": "later"} for line in store.lines())
-    after = judged(store, again).together["clean"]["nll"]
+    after = stored_metrics(store, again).ensemble["clean"]["nll"]
     assert after > before + 0.1
     store.forget(job.digest)
-    assert judged(store, again).together["clean"]["nll"] == after
-    assert judged(store, first).together["clean"]["nll"] == before, "those of the run before stay its own"
+    assert stored_metrics(store, again).ensemble["clean"]["nll"] == after
+    assert stored_metrics(store, first).ensemble["clean"]["nll"] == before, "those of the run before stay its own"
     with pytest.raises(ArtifactError, match="holds no figures of that run either"):
-        judged(store, first | {"date": "never"})
-    store.judged.write_text(store.judged.read_text().replace('"alone":[', '"alone":[3,'))
-    with pytest.raises(ArtifactError, match=r"figures\.jsonl: the figures of .* are damaged: remove the line"):
-        judged(store, again)
+        stored_metrics(store, first | {"date": "never"})
 
 
 def test_the_comparison_needs_no_dense_run_of_its_own() -> None:

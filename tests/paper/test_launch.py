@@ -17,11 +17,9 @@ from dllp.cli.main import main
 from dllp.errors import ConfigError, StructureError, WorkerError
 from paper import cluster, tables
 from paper.jobs import Job, Outcome, Runner
-from paper.launch import Spread, units
-from paper.processes import Processes
-from paper.run import Book
+from paper.launch import Book, Spread, units
 from paper.store import Store
-from paper.worker import Answer, Failed, Lost, Settings, Unfit, Worker
+from paper.workers import Answer, Failed, Lost, Processes, Settings, Unfit, Worker
 from tests.support import spreading
 from tests.support.commands import one_line
 from tests.support.many import free_port

@@ -17,12 +17,13 @@ from dllp.cli.main import main
 from dllp.data import ArrayData, StreamedData
 from dllp.errors import ArtifactError
 from paper import __main__ as module
-from paper import run, tables
-from paper.jobs import Job, Runner
-from paper.plans import Quoted, Table, Variant
-from paper.splits import CLEAN, Splits
-from paper.store import Store
-from paper.worker import Settings, Worker
+from paper import tables
+from paper.jobs import Job, Runner, Splits
+from paper.launch import Book, finish
+from paper.store import CLEAN, Store
+from paper.summary import open_store
+from paper.tables import Quoted, Table, Variant
+from paper.workers import Settings, Worker
 from tests.support import pictures
 from tests.support.commands import ENVIRONMENT, one_line
 
@@ -168,11 +169,11 @@ def test_splits(folder: Path, monkeypatch: pytest.MonkeyPatch, streamed: bool) -
 
 def test_runs_on_other_data_are_refused(table: Table, folder: Path, tmp_path: Path) -> None:
     out, variant = tmp_path / "out", Variant(epochs=1)
-    store, plan = run.open_store(out, table, variant), table.plan(["dense"], [0, 1], variant)
+    store, plan = open_store(out, table, variant), table.plan(["dense"], [0, 1], variant)
     other = datasets.load(pictured(tmp_path / "other", count=8))
-    run.finish(plan[:1], run.Book(store), Runner(other, device="cpu"))
+    finish(plan[:1], Book(store), Runner(other, device="cpu"))
     with pytest.raises(ArtifactError, match=r"other data \(other: 16 training .* than animals: 20 .*another --out"):
-        run.finish(plan, run.Book(store), Runner(datasets.load(folder), device="cpu"))
+        finish(plan, Book(store), Runner(datasets.load(folder), device="cpu"))
     assert len(store.lines()) == 1
 
 
@@ -224,7 +225,7 @@ def test_the_real_network(tmp_path: Path) -> None:
     """ResNet-50 on a few pictures, one epoch: every row of the table reaches its budget."""
     data = datasets.load(pictured(tmp_path / "pictures", count=8, side=32))
     table, variant = tables.TABLES["table3"], Variant(epochs=1)
-    store = run.open_store(tmp_path, table, variant)
-    run.finish(table.plan((), [0], variant), run.Book(store), Runner(data, device="cpu"))
+    store = open_store(tmp_path, table, variant)
+    finish(table.plan((), [0], variant), Book(store), Runner(data, device="cpu"))
     found = {line["row"]: min(line["flops_removed"]) for line in store.lines()}
     assert len(found) == 4 and all(removed >= 0.6595 for name, removed in found.items() if name != "dense")

@@ -15,10 +15,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from dllp.cli.main import main
-from paper import cluster, processes, tables
+from paper import cluster, tables, workers
 from paper.jobs import Job
-from paper.plans import Row, Table
-from paper.worker import Answer, Settings, Worker
+from paper.tables import Row, Table
+from paper.workers import Answer, Settings, Worker
 
 NOTES, GO = "TEST_NOTES", ".go"
 DENSE = Job("small_cnn", "dense", epochs=1)
@@ -51,11 +51,11 @@ class Noting(Worker):
 
 def serve(pipe: Connection, settings: Settings) -> None:
     """In a worker's process: as ever, but with such a worker."""
-    processes.Worker = Noting
+    workers.Worker = Noting
     _serve(pipe, settings)
 
 
-_serve = processes.serve
+_serve = workers.serve
 
 
 def begun(notes: Path) -> list[tuple[str, int]]:
@@ -101,5 +101,5 @@ if __name__ == "__main__":
 
         os.environ[NOTES] = sys.argv[1]
         tables.TABLES["small"] = SMALL
-        processes.serve, cluster.Worker = spreading.serve, spreading.Noting
+        workers.serve, cluster.Worker = spreading.serve, spreading.Noting
         sys.exit(main(sys.argv[2:]))

@@ -21,10 +21,9 @@ from dllp.evaluation.examples import collect
 from dllp.posterior import predict_data
 from dllp.report import compare, contents, page
 from dllp.runs import artifacts
-from paper import plans, tables
-from paper import run as bench
+from paper import summary, tables
 from paper.figures_3_4 import QUALITIES
-from paper.prediction_metrics import judge
+from paper.prediction_metrics import from_probabilities
 from paper.store import LABELS, Store, pack
 
 # ---- run folders
@@ -116,7 +115,7 @@ def row(name: str, data: str) -> Row:
 def results(root: Path) -> list[Reader]:
     root.mkdir(parents=True)
     table = tables.table("table1")
-    variant = plans.Variant(None, 0)
+    variant = tables.Variant(None, 0)
     store = Store(root)
     figures = {"accuracy": 0.9, "nll": 0.3, "ece": 0.01}
     p = np.random.default_rng(0).dirichlet(np.ones(3), (2, 4))
@@ -132,7 +131,7 @@ def results(root: Path) -> list[Reader]:
 
     def read_lines(content: bytes) -> object:
         store.runs.write_bytes(content)
-        return bench.write_summary(table, store, variant)
+        return summary.write_summary(table, store, variant)
 
     def one(rng: random.Random, content: bytes, other: bytes) -> bytes:
         found = content.splitlines()
@@ -145,12 +144,12 @@ def results(root: Path) -> list[Reader]:
     for planned in figure.plan():
         named = {"digest": planned.job.digest, "seed": planned.job.seed}
         doubted.add(lines[0] | named | {"log_prior": [30.0, 50.0], "num_data": 10})
-        judged = judge({quality: torch.from_numpy(p) for quality in QUALITIES}, torch.arange(4) % 3)
-        doubted.add_figures({**named, "date": lines[0]["date"], "alone": judged.alone, "together": judged.together})
+        found = from_probabilities({quality: torch.from_numpy(p) for quality in QUALITIES}, torch.arange(4) % 3)
+        doubted.add_figures({**named, "date": lines[0]["date"], "alone": found.particles, "together": found.ensemble})
 
     def read_figures(content: bytes) -> object:
         doubted.judged.write_bytes(content)
-        return bench.write_summary(figure, doubted, variant)
+        return summary.write_summary(figure, doubted, variant)
 
     def read_arrays(content: bytes) -> object:
         (root / "probabilities" / "abc.npz").write_bytes(content)

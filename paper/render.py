@@ -1,0 +1,83 @@
+"""Markdown tables and SVG pictures of results, and the line that says how they were made."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dllp import files
+
+Lines = Sequence[dict[str, Any]]
+"""Finished runs, as :meth:`paper.store.Store.lines` gives them."""
+VERSIONS = ("dllp", "torch", "python")
+PANEL = (3.4, 2.8)
+"""Inches."""
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "", *, space: str = " ") -> str:
+    """A Markdown table.
+
+    Args:
+        align: `l` or `r` for each column; by default the first to the left, all others to the right.
+        space: Around the dashes below the head.
+    """
+    align = align or "l" + "r" * (len(head) - 1)
+    rule = "|".join(space + {"l": "---", "r": "---:"}[side] + space for side in align)
+    head_line, *lines = ("| " + " | ".join(cells) + " |" for cells in (head, *rows))
+    return "\n".join([head_line, f"|{rule}|", *lines])
+
+
+def distinct(values: Iterable[str]) -> str:
+    """Values in the order in which they come, each once."""
+    return ", ".join(dict.fromkeys(values))
+
+
+def provenance(used: Lines) -> dict[str, Any]:
+    """Where, when and with what the runs were made."""
+    return {
+        "hardware": distinct(line["hardware"] for line in used),
+        "precision": distinct(line["config"]["precision"] for line in used),
+        "processes_sharing_the_device": max((line.get("processes", 1) for line in used), default=1),
+        "versions": {name: distinct(line[name] for line in used) for name in VERSIONS},
+        "date": max((line["date"] for line in used), default=None),
+    }
+
+
+def made_by(summary: Mapping[str, Any]) -> str:
+    """Command, hardware and versions as one line."""
+    made = [
+        f"`{summary['command']}`", summary["hardware"], summary["precision"],
+        ", ".join(f"{name} {version}" for name, version in summary["versions"].items()),
+        f"finished {summary['date'][:10]}",
+    ]  # fmt: skip
+    shared = summary["processes_sharing_the_device"]
+    if shared > 1:
+        made.append(f"times measured while up to {shared} processes shared the device")
+    return "Made by " + "; ".join(made) + "."
+
+
+def matplotlib_installed() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+@contextmanager
+def panels(path: Path, count: int, columns: int | None = None) -> Iterator[list[Any]]:
+    """`count` axes in rows of `columns`, by default all in one; at the end written as a reproducible SVG file."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    columns = columns or count
+    rows = -(-count // columns)
+    figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for unused in axes[count:]:
+        unused.remove()
+    yield list(axes[:count])
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "dllp", "svg.fonttype": "none"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    files.write_bytes(path, buffer.getvalue())
