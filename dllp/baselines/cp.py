@@ -76,7 +76,8 @@ def lasso(gram: Tensor, target: Tensor, penalties: Tensor) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # a unit that others rebuild exactly is left out
         knots, _, weights = lars_path_gram(
-            target.numpy(), gram.numpy(), n_samples=1, method="lasso", alpha_min=float(penalties[-1]),  # type: ignore[arg-type]
+            target.numpy(), gram.numpy(), n_samples=1, method="lasso",
+            alpha_min=float(penalties[-1]),  # type: ignore[arg-type]
             max_iter=20 * len(target),
         )  # fmt: skip
     at = penalties.numpy()
