@@ -34,7 +34,7 @@ Download = Callable[[], AbstractContextManager[Progress | None]]
 
 
 class Shown(Protocol):
-    """What shows a training: see :class:`dllp.cli.progress.Silent`."""
+    """A display of trainings: see :class:`dllp.cli.progress.Silent`."""
 
     def begin(self, title: str, epochs: int, target: float | None) -> None: ...
 
@@ -139,17 +139,17 @@ class _Work:
                 self._spread(cluster.Cluster(settings, self.given.get("cpus", 1), count))
             return
         device = find_device(self.given.get("device", "auto"))
-        told: list[str] = []
-        with download() as bar:  # one download for all, and mistakes are told before a process starts
-            self._load(bar, told)
-        self._spread(Processes(self._settings(str(device), told), count))
+        reported: list[str] = []
+        with download() as bar:  # one download for all, and mistakes are errors before a process starts
+            self._load(bar, reported)
+        self._spread(Processes(self._settings(str(device), reported), count))
 
-    def _load(self, bar: Progress | None, told: list[str] | None = None) -> Dataset:
-        """The data; images that cannot be read are said, and added to `told`."""
+    def _load(self, bar: Progress | None, reported: list[str] | None = None) -> Dataset:
+        """The data; images that cannot be read are reported, and added to `reported`."""
 
         def tell(image: SkippedImage) -> None:
-            if told is not None:
-                told.append(_absolute(image.name))
+            if reported is not None:
+                reported.append(_absolute(image.name))
             if not self.given.get("quiet"):
                 say_left_out(image)
 
@@ -162,13 +162,13 @@ class _Work:
 
         Spread(self.plan, pool, self._book(pool.sharing), tell).run()
 
-    def _settings(self, device: str, told: Sequence[str] = ()) -> Settings:
+    def _settings(self, device: str, reported: Sequence[str] = ()) -> Settings:
         """Places as seen from anywhere: workers may start in another folder."""
         data, root = self.data, self.given.get("data_root")
         data = data if data in names() else _absolute(data)
         return Settings(
             data, root and _absolute(root), device, self._precision(device), threads=1, loading=self._loading,
-            recompute=self._recompute, everywhere=self._everywhere, seen=seen_data(self.store), told=told,
+            recompute=self._recompute, everywhere=self._everywhere, seen=seen_data(self.store), reported=reported,
             quiet=self.given.get("quiet", False),
         )  # fmt: skip
 

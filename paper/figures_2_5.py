@@ -38,7 +38,7 @@ NOTE = (
 
 
 def reached(shape: Mapping[str, Any]) -> dict[str, bool | None]:
-    """Which targets a set of kept weights reaches; None where it was not measured."""
+    """Targets that a set of kept weights reaches or misses; None where it was not measured."""
     return {
         "near_zero": RATIO[0] <= shape["near_zero"] <= RATIO[1],
         "dip_p": None if shape["dip_p"] is None else shape["dip_p"] > DIP_P,

@@ -142,7 +142,7 @@ class Job:
 
     @property
     def derived(self) -> bool:
-        """Whether it starts from the dense network of the same seed."""
+        """True where it starts from the dense network of the same seed."""
         return self.method in DERIVED or (self.method == "baseline" and not find_baseline(self.baseline).trains)
 
     @property
@@ -221,7 +221,7 @@ class Splits:
         return train, versions
 
     def _on_every_version(self, job: Job) -> bool:
-        """Whether a job is evaluated on corrupted and out-of-distribution inputs; never where images are streamed."""
+        """True where a job is evaluated on corrupted and out-of-distribution inputs too; never on streamed images."""
         wanted = (job.baseline or job.method) in KEPT and job.granularity == "channel" and not job.validation
         return wanted and self.everywhere and isinstance(self.data.train, ArrayData)
 

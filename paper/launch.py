@@ -27,37 +27,27 @@ Hand = Any
 
 
 class Pool(Protocol):
-    """Where workers are.
-
-    Attributes:
-        retries: How often a job is given away again after its worker was lost.
-    """
+    """Workers of one kind; `retries` is how often a job is given away again after its worker was lost."""
 
     retries: int
 
     def room(self, busy: int) -> bool:
-        """Whether one more worker would find room beside `busy` others; raises where none ever will."""
-        ...
+        """Room for one more worker beside `busy` others; raises where none ever will be."""
 
     def hire(self) -> Hand:
         """Start a worker."""
-        ...
 
     def give(self, hand: Hand, job: Job) -> None:
         """Hand it a job; each has one at a time."""
-        ...
 
     def answers(self) -> Iterator[tuple[Hand, Answer]]:
         """Answers that came within a second; workers that answered :class:`Lost` are forgotten."""
-        ...
 
     def dismiss(self, hand: Hand) -> None:
         """A worker without a job ends."""
-        ...
 
     def close(self) -> None:
         """All workers end at once."""
-        ...
 
 
 def units(plan: Sequence[Planned]) -> list[Unit]:
@@ -102,7 +92,7 @@ class Spread:
         self.book.close()
 
     def _go_on(self) -> bool:
-        """Give work to as many workers as there is room for; whether any has work or will have."""
+        """Give work to as many workers as there is room for; False where no work is left."""
         while self.waiting and self.pool.room(len(self.running) + len(self.unfit)):
             unit = self._due()
             if unit is not None:
@@ -143,13 +133,11 @@ class Spread:
             self.waiting.appendleft(unit)  # first, so that it stays with the worker that has its dense network
         if not isinstance(answer, Lost):
             broken = isinstance(answer, Unfit) or (isinstance(answer, Failed) and answer.broken)
-            self._keep_busy(hand, None if broken else self._due())
-
-    def _keep_busy(self, hand: Hand, unit: Unit | None) -> None:
-        if unit is None:
-            self.pool.dismiss(hand)
-        else:
-            self._give(hand, unit)
+            following = None if broken else self._due()
+            if following is None:
+                self.pool.dismiss(hand)
+            else:
+                self._give(hand, following)
 
     def _retry(self, unit: Unit, planned: Planned, answer: Lost) -> None:
         self.lost[planned.job.digest] += 1
@@ -180,7 +168,7 @@ class Book:
         self.failures: list[tuple[Planned, DllpError]] = []
 
     def lacks(self, planned: Planned) -> bool:
-        """Whether the job is still to be run: another process may have finished it meanwhile."""
+        """True where the job is still to be run: another process may have finished it meanwhile."""
         return planned.job.digest not in self.store.digests()
 
     def keep(self, planned: Planned, outcome: Outcome) -> None:

@@ -160,7 +160,7 @@ def _spread(values: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float 
 
 
 def _verdicts(contest: Contest, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Whether the headline reaches its aims, and is better than the first contender."""
+    """Verdicts on the headline: its targets, and whether it is better than the first contender."""
     by_name = {row["name"]: row["data"][CLEAN] for row in rows}
     own, dense = by_name.get(contest.headline), by_name.get(contest.contenders[0].name)
     if own is None:

@@ -105,7 +105,7 @@ def summarise_row(row: Row, lines: Lines, dense: Lines, wanted: Sequence[tuple[s
 
 
 def _verdict(name: str, wanted: float, lines: Lines, dense: Lines) -> dict[str, Any]:
-    """Whether a figure reaches what was wanted, or misses it by less than its own standard error."""
+    """A target reached, missed, or missed by less than the figure's own standard error."""
     reference, ensembles = _accuracies(dense), [100 * line["ensemble"]["accuracy"] for line in lines]
     values = ensembles if name == "gain" else _accuracies(lines)
     value, error = statistics.fmean(values), _error(values)
@@ -128,7 +128,7 @@ def _verdict(name: str, wanted: float, lines: Lines, dense: Lines) -> dict[str, 
 
 
 def _command(table: Table, rows: Lines, used: Lines, variant: Variant) -> str:
-    """What makes these rows again; every line of runs.jsonl has the command that made it."""
+    """The command that makes these rows again; every line of runs.jsonl has the one that made it."""
     words = ["dllp", "bench", table.name, *([] if table.data else ["--data", "FOLDER"])]
     own = {row.name: list(row.seeds) for row in table.rows}
     found = {tuple(row["seeds"]) for row in rows}
@@ -235,7 +235,7 @@ KINDS = {
     "figure5": (figures_2_5.summarise, figures_2_5.markdown, figures_2_5.draw),
     "reliability": (reliability.summarise, reliability.markdown, reliability.draw),
 }
-"""What is no table has a summary, a text and a picture of its own."""
+"""Summary, text and picture of everything that is no table."""
 OF_PREDICTIONS = ("figure3", "figure4", "reliability")
 """Computed from predictions on the test set and its versions."""
 

@@ -35,7 +35,7 @@ class Failed:
 
     @property
     def broken(self) -> bool:
-        """Whether the worker should do nothing more: a device may be unusable after such an error."""
+        """True where the worker should do nothing more: a device may be unusable after such an error."""
         return isinstance(self.error, WorkerError)
 
 
@@ -62,7 +62,7 @@ class Settings:
         loading: Further arguments for :func:`dllp.data.load`.
         everywhere: As for :class:`paper.jobs.Splits`.
         seen: Data of finished runs.
-        told: Images whose leaving out the launcher has reported.
+        reported: Images that are left out, as the launcher has reported.
         quiet: Report no others.
         version: Of the launcher's dllp.
     """
@@ -76,7 +76,7 @@ class Settings:
     recompute: bool = False
     everywhere: bool = True
     seen: Sequence[dict[str, Any]] = ()
-    told: Sequence[str] = ()
+    reported: Sequence[str] = ()
     quiet: bool = False
     version: str = __version__
 
@@ -126,7 +126,7 @@ class Worker:
         return runner
 
     def _tell(self, image: SkippedImage) -> None:
-        if image.name not in self.settings.told:
+        if image.name not in self.settings.reported:
             say_left_out(image)
 
 

@@ -33,7 +33,7 @@ Gradient = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Published:
-    """What a paper states: points of accuracy lost at so many percent of FLOPs removed, on CIFAR-10."""
+    """A published figure: points of accuracy lost at so many percent of FLOPs removed, on CIFAR-10."""
 
     network: str
     removed: float
@@ -153,7 +153,7 @@ class Method(ABC):
 
     @property
     def trains(self) -> bool:
-        """Whether its first training differs from that of a dense network."""
+        """True where its first training differs from that of a dense network."""
         own = (type(self).settings, type(self).penalty, type(self).after_step)
         return own != (Method.settings, Method.penalty, Method.after_step)
 

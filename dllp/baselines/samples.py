@@ -29,7 +29,7 @@ class Sample:
 
 
 def plain(module: nn.Module) -> bool:
-    """Whether every output of a module reads every input: what can be rebuilt from patches."""
+    """True where every output of a module reads every input: such a layer can be rebuilt from patches."""
     if isinstance(module, nn.Conv2d):
         return module.groups == 1 and module.padding_mode == "zeros"
     return isinstance(module, nn.Linear)

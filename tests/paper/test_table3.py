@@ -146,8 +146,9 @@ def test_bad_pictures_are_said(table: Table, folder: Path, tmp_path: Path, capsy
         capsys.readouterr().err
     )
     settings = Settings(str(data), None, "cpu", "float32", 1, loading={"max_bad": "10%"})
-    for known, lines in ((settings, 1), (replace(settings, told=(str(bad),)), 0), (replace(settings, quiet=True), 0)):
-        Worker(known)._prepare()
+    known, quiet = replace(settings, reported=(str(bad),)), replace(settings, quiet=True)
+    for own, lines in ((settings, 1), (known, 0), (quiet, 0)):
+        Worker(own)._prepare()
         assert capsys.readouterr().err.count("is left out") == lines
 
 
