@@ -34,6 +34,8 @@ RUNS, FIGURES, PROBABILITIES, LOCK = "runs.jsonl", "figures.jsonl", "probabiliti
 CLEAN, OUTSIDE, LABELS = "clean", "ood:", "labels"
 """Arrays of probabilities: those of the clean test set, what names of out-of-distribution inputs begin with, labels."""
 RUNS_BYTES, ARRAYS_BYTES, MOST_ARRAYS = 2**28, 2**31, 64
+DIGEST = re.compile(r"\w{1,64}")
+"""A digest names a file: nothing else may stand there."""
 
 
 class Store:
@@ -148,6 +150,8 @@ class Store:
         return {name: value / value.sum(-1, keepdims=True) for name, value in wide.items()}, labels.copy()
 
     def _arrays(self, digest: str) -> Path:
+        if not DIGEST.fullmatch(digest):
+            raise ArtifactError(f"{digest[:64]!r} is no digest of a job")
         return self.folder / PROBABILITIES / f"{digest}.npz"
 
 
@@ -236,7 +240,15 @@ def _parse(text: bytes) -> dict[str, Any] | None:
     except ArtifactError:
         return None
     plain = isinstance(line, dict) and isinstance(line.get("digest"), str) and type(line.get("seed")) is int
-    return line if plain and re.fullmatch(r"\w{1,64}", line["digest"]) else None  # the digest names a file
+    return line if plain and DIGEST.fullmatch(line["digest"]) and _printable(line) else None
+
+
+def _printable(value: Any) -> bool:
+    """No control character in any text, which tables show on a terminal."""
+    if isinstance(value, str):
+        return value.isprintable()
+    parts = (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return all(map(_printable, parts))
 
 
 def _finite(value: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +238,8 @@ KINDS = {
 """Summary, text and picture of everything that is no table."""
 OF_PREDICTIONS = ("figure3", "figure4", "reliability")
 """Computed from predictions on the test set and its versions."""
+UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
+"""Errors of a summary whose lines or arrays hold something else than a run of this table."""
 
 
 def open_store(out: Path, table: Table, variant: Variant) -> Store:
@@ -249,17 +251,23 @@ def open_store(out: Path, table: Table, variant: Variant) -> Store:
 def write_summary(table: Table, store: Store, variant: Variant) -> dict[str, Any] | None:
     """Write summary.json and table.md from whatever is finished, and a figure's picture; nothing where nothing is."""
     lines = store.lines()
-    if not any(True for row in table.rows for _ in table.members(row, lines, variant)):
+    used = [line for row in table.rows for line in table.members(row, lines, variant)]
+    if not used:
         return None
     to_summary, to_text, draw = KINDS.get(table.name, (summarise, markdown, None))
+
+    def made_from(some: Lines) -> tuple[dict[str, Any], str]:
+        made = to_summary(table, some, variant, store)
+        return made, to_text(table, made)
+
     try:
-        summary = to_summary(table, lines, variant, store)
-        text = to_text(table, summary)
+        summary, text = made_from(lines)
         files.write_json(store.folder / SUMMARY, summary)
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-        where = f"{store.runs} or {FIGURES}" if store.judged.exists() else f"{store.runs}"
+    except UNREADABLE as error:
+        place = f"{store.runs} or {FIGURES}" if store.judged.exists() else f"{store.runs}"
+        name = next((line["digest"] for line in used if _fails(made_from, line)), "of several")
         way = "remove its line, and its job runs again"
-        raise ArtifactError(f"{where}: a run is not one of {table.name} ({error!r}): {way}") from None
+        raise ArtifactError(f"{place}: run {name} is not one of {table.name} ({error!r}): {way}") from None
     files.write_bytes(store.folder / MARKDOWN, text.encode())
     for row in table.rows:
         if row.predictions == "judged":
@@ -268,3 +276,11 @@ def write_summary(table: Table, store: Store, variant: Variant) -> dict[str, Any
     if draw is not None and render.matplotlib_installed():
         draw(store.folder / PICTURE, summary)
     return summary
+
+
+def _fails(made_from: Callable[[Lines], object], line: dict[str, Any]) -> bool:
+    try:
+        made_from([line])
+    except UNREADABLE:
+        return True
+    return False

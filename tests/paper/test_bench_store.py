@@ -48,6 +48,9 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     store.runs.write_bytes(b'{"digest": "a", "seed": 0}\n{"dig\n{"digest": "b", "seed": 1}\n')
     with pytest.raises(ArtifactError, match="line 2 is damaged"):
         store.lines()
+    store.runs.write_bytes(b'{"digest": "a", "seed": 0, "hardware": ["\\u001b[2J"]}\n')
+    with pytest.raises(ArtifactError, match="line 1 is damaged"):  # a terminal would obey it
+        store.lines()
 
 
 def test_many_writers(tmp_path: Path) -> None:

@@ -174,9 +174,12 @@ def test_weight_rows_tell_how_every_seeds_particles_are_distributed(monkeypatch:
     ],
 )  # fmt: skip
 def test_a_line_that_is_no_run_of_the_table_is_one_error(tmp_path: Path, damage: dict[str, Any]) -> None:
-    table, (line, *_) = by_hand()
-    store = Store(tmp_path)
+    table, lines = by_hand()
+    store, line = Store(tmp_path), lines[0]
+    store.add(lines[1])
     store.add(line | damage)
-    with pytest.raises(ArtifactError, match=r"runs\.jsonl: a run is not one of hand .*: remove its line"):
+    with pytest.raises(
+        ArtifactError, match=rf"runs\.jsonl: run {line['digest']} is not one of hand .*: remove its line"
+    ):
         summary.write_summary(table, store, Variant())
     assert not (tmp_path / "summary.json").exists()
