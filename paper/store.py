@@ -239,8 +239,10 @@ def _parse(text: bytes) -> dict[str, Any] | None:
         line = files.parse_json(text, RUNS)
     except ArtifactError:
         return None
-    plain = isinstance(line, dict) and isinstance(line.get("digest"), str) and type(line.get("seed")) is int
-    return line if plain and DIGEST.fullmatch(line["digest"]) and _printable(line) else None
+    if not isinstance(line, dict) or not isinstance(line.get("digest"), str) or type(line.get("seed")) is not int:
+        return None
+    fits = DIGEST.fullmatch(line["digest"]) and -(2**63) <= line["seed"] < 2**63
+    return line if fits and _printable(line) else None
 
 
 def _printable(value: Any) -> bool:
