@@ -33,6 +33,7 @@ class Pool(Protocol):
 
     def room(self, busy: int) -> bool:
         """Room for one more worker beside `busy` others; raises where none ever will be."""
+        ...
 
     def hire(self) -> Hand:
         """Start a worker."""
@@ -42,6 +43,7 @@ class Pool(Protocol):
 
     def answers(self) -> Iterator[tuple[Hand, Answer]]:
         """Answers that came within a second; workers that answered :class:`Lost` are forgotten."""
+        ...
 
     def dismiss(self, hand: Hand) -> None:
         """A worker without a job ends."""
