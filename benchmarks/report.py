@@ -28,7 +28,8 @@ from dllp.deploy import speed
 from dllp.evaluation import examples
 from dllp.evaluation.evaluate import DENSE
 from dllp.records import GATE_BINS
-from dllp.runs import artifacts
+from dllp.runs import names
+from dllp.runs.tensors import write_network
 from dllp.zoo import build
 
 RUNS = 5
@@ -54,7 +55,7 @@ def cifar_run(place: Path) -> tuple[Path, dllp.Result]:
     shape: dict[str, Any] = {"num_classes": 10, "in_channels": 3, "image_size": 32, "shape": [3, 32, 32]}
     result.info["data"] = shape | {"classes": classes, "dtype": "uint8", "mean": [0.5] * 3, "std": [0.25] * 3}
     folder = result.save(place / "run")
-    artifacts.write_network(folder / "dense.safetensors", model)
+    write_network(folder / "dense.safetensors", model)
     settings = {"data": str(data), "model": "vgg16_bn", **config.resolved().as_dict()}
     (folder / "config.yaml").write_text("".join(f"{k}: {json.dumps(v)}\n" for k, v in settings.items()))
     labels = torch.from_numpy(np.arange(TEST) % 10).int()
@@ -77,7 +78,7 @@ def keep_speed(folder: Path, result: dllp.Result) -> None:
     dense, pruned = speed.subjects(result, (3, 32, 32), round_to=1)
     rows = speed.as_dict(speed.measure_torch([dense, pruned], (3, 32, 32), batches=[1], seconds=0))
     layers = [vars(layer) for layer in speed.torch_layers(dense, pruned, (3, 32, 32), batch=1, runs=1)]
-    files.write_json(folder / artifacts.SPEED, {"rows": rows, "layers": layers})
+    files.write_json(folder / names.SPEED, {"rows": rows, "layers": layers})
 
 
 def painted(page: Path) -> dict[str, float] | None:

@@ -22,10 +22,9 @@ from dllp.errors import ConfigError, NumericsError, StructureError
 from dllp.posterior import Posterior, posterior_of
 from dllp.prepare import Data, Source, check_parts, make_gating, prepare
 from dllp.records import ExtractedParticle, Size
-from dllp.runs import artifacts
 from dllp.runs import result as stored
-from dllp.runs.checkpoints import State
-from dllp.runs.shared_checkpoints import AnyCheckpoints
+from dllp.runs.checkpoints import Checkpoints, State
+from dllp.runs.folder import new_folder
 from dllp.structure.groups import WEIGHTS_INSTEAD, FilterFn, Structure
 from dllp.structure.trace import check_network
 from dllp.training import health
@@ -90,7 +89,7 @@ class Result:
     def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
         """Write the run into a new or empty folder, whole or not at all; `overwrite` replaces a run. Returns it."""
         folder = files.as_path(folder)
-        with artifacts.new_folder(folder, overwrite) as temporary:
+        with new_folder(folder, overwrite) as temporary:
             self.write_networks(temporary)
             self.write_run(temporary)
         return folder
@@ -125,7 +124,7 @@ def prune(
     on_epoch: OnEpoch | None = None,
     on_step: OnStep | None = None,
     on_start: OnStep | None = None,
-    checkpoints: AnyCheckpoints | None = None,
+    checkpoints: Checkpoints | None = None,
     ranks: Ranks | None = None,
 ) -> Result:
     """Prune a network by DLLP in one training run; `model` itself is left as it was.
@@ -174,7 +173,7 @@ def train_dense(
     on_epoch: OnEpoch | None = None,
     on_step: OnStep | None = None,
     on_start: OnStep | None = None,
-    checkpoints: AnyCheckpoints | None = None,
+    checkpoints: Checkpoints | None = None,
     ranks: Ranks | None = None,
 ) -> Result:
     """Train the unpruned network by the same recipe, without gates, prior and Stein term: what to compare with."""
@@ -202,7 +201,7 @@ def _check_kinds(checkpoints: object, ranks: object, **hooks: object) -> None:
     for name, hook in hooks.items():
         if hook is not None and not callable(hook):
             raise ConfigError(f"{name} = {hook!r:.60}: give a function")
-    if checkpoints is not None and not isinstance(checkpoints, AnyCheckpoints):
+    if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
         raise ConfigError(f"checkpoints = {checkpoints!r:.60}: give dllp.runs.checkpoints.Checkpoints(folder)")
     if not isinstance(ranks, Ranks):
         raise ConfigError(f"ranks = {ranks!r:.60}: give what dllp.devices.ranks.joined() gives, or leave it out")
@@ -245,7 +244,7 @@ def _train(
     build: Callable[[Place], RunState],
     place: Place,
     batches: Source,
-    checkpoints: AnyCheckpoints | None,
+    checkpoints: Checkpoints | None,
     on_epoch: OnEpoch | None,
     on_step: OnStep | None,
     on_start: OnStep | None,

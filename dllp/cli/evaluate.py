@@ -19,7 +19,7 @@ from dllp.errors import ConfigError, DataError, DllpError, check_count
 from dllp.evaluation import evaluate
 from dllp.evaluation.sampling import sample_gates
 from dllp.report import contents
-from dllp.runs import artifacts
+from dllp.runs.names import CORRUPTIONS, member
 from dllp.runs.settings import Task
 
 
@@ -79,7 +79,7 @@ def _keep_corruptions(folder: Path, task: Task, rows: Sequence[evaluate.Row]) ->
     """Add rows about corrupted data to those in the run's folder, for its report."""
     new = [row for row in rows if row.data != evaluate.CLEAN and not row.data.startswith(evaluate.OOD)]
     try:
-        path = artifacts.member(folder, artifacts.CORRUPTIONS)
+        path = member(folder, CORRUPTIONS)
         versions = {row.data for row in new}
         old = [row for row in contents.rows(path) if row.data not in versions]
         write_rows(path, task, [*old, *new])

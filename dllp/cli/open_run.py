@@ -17,7 +17,6 @@ from dllp import zoo
 from dllp.api import Result, load
 from dllp.baselines import find as find_method
 from dllp.cli import progress
-from dllp.cli.task import DENSE_FILE, SETTINGS
 from dllp.config import Config
 from dllp.data import ArrayData, Dataset
 from dllp.data import load as load_data
@@ -27,8 +26,13 @@ from dllp.data.unreadable import Report, parse_fraction
 from dllp.errors import ArtifactError, ConfigError, DataError, first_line
 from dllp.evaluation.evaluate import DENSE
 from dllp.posterior import Posterior, posterior_of
-from dllp.runs import artifacts, settings
+from dllp.runs import settings
+from dllp.runs.names import DENSE as DENSE_FILE
+from dllp.runs.names import RUN, SETTINGS, member, particle
+from dllp.runs.result import Run
+from dllp.runs.result import read_run as read_record
 from dllp.runs.settings import DLLP, Task
+from dllp.runs.tensors import check_shapes, read_network
 
 SMALL = 10_000
 """Training sets with fewer examples get batches of 64."""
@@ -115,7 +119,7 @@ class StoredRun:
     """
 
     folder: Path
-    record: dict[str, Any]
+    record: Run
     settings: dict[str, Any]
     task: Task
     known: dict[str, Any]
@@ -145,12 +149,12 @@ class StoredRun:
             raise ConfigError(
                 f"{self.folder} does not say how many outputs its network has: give a factory with --model"
             )
-        outputs = classes + (self.record["config"].get("noise") == "input")
+        outputs = classes + (self.record.config.get("noise") == "input")
         sizes = outputs, known.get("in_channels") or shape[0], known.get("image_size") or min(shape[1:], default=1)
         if not self.task.is_code:
             with torch.device("meta"):  # no memory is taken before the shapes are known to fit
                 network = build_network(self.task, *sizes)
-            artifacts.check_declared(self.folder / "reference-0.safetensors", network)
+            check_shapes(self.folder / "reference-0.safetensors", network)
 
         def make() -> nn.Module:
             return build_network(self.task, *sizes)
@@ -181,7 +185,7 @@ class OpenRun:
         if not (self.folder / DENSE_FILE).exists():
             return None
         network = self.network().eval()
-        artifacts.read_network(self.folder / DENSE_FILE, network)
+        read_network(self.folder / DENSE_FILE, network)
         return network
 
     def dense_posterior(self) -> Posterior | None:
@@ -197,7 +201,7 @@ def read_run(
 
     Its network is code that a file names: it is made only where the user has chosen it, or trusts the file.
     """
-    record, stored = artifacts.read_run(folder), read_settings(folder)
+    record, stored = read_record(folder), read_settings(folder)
     for name in needed:
         if name not in chosen and name not in stored:
             raise ConfigError(f"{folder} has no {SETTINGS}: name the run's {name} with --{name}")
@@ -210,7 +214,7 @@ def read_run(
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """A run folder's config.yaml; empty where the run was made in Python."""
-    return settings.read(artifacts.member(folder, SETTINGS)) if (folder / SETTINGS).exists() else {}
+    return settings.read(member(folder, SETTINGS)) if (folder / SETTINGS).exists() else {}
 
 
 def describe(data: Dataset) -> dict[str, Any]:
@@ -227,9 +231,9 @@ def describe(data: Dataset) -> dict[str, Any]:
     }
 
 
-def described(record: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def described(record: Run, folder: Path) -> dict[str, Any]:
     """What :func:`describe` wrote, and the dense network's noise, out of a run.json by anyone."""
-    known, noise = record["info"].get("data", {}), record["info"].get("dense_noise")
+    known, noise = record.info.get("data", {}), record.info.get("dense_noise")
     number = (int, float)
     checks: dict[str, Callable[[Any], bool]] = {
         **dict.fromkeys(("num_classes", "in_channels", "image_size"), lambda v: type(v) is int and 1 <= v <= 2**20),
@@ -240,7 +244,7 @@ def described(record: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             ("mean", "std"), lambda v: v is None or (isinstance(v, list) and all(type(n) in number for n in v))
         ),
     }
-    place = f"{folder / artifacts.RUN}, 'info'"
+    place = f"{folder / RUN}, 'info'"
     if not isinstance(known, dict) or (noise is not None and type(noise) not in number):
         raise ArtifactError(f"{place}: 'data' or 'dense_noise' is of the wrong kind")
     for name, fits in checks.items():
@@ -271,7 +275,7 @@ def as_trained(data: Dataset, known: Mapping[str, Any]) -> ArrayData:
 
 def disk(folder: Path, result: Result) -> dict[str, int]:
     """Bytes of every network of a run folder, by the name of its row."""
-    sizes = {f"particle {i + 1}": artifacts.network_bytes(folder, i) for i in range(len(result.particles))}
+    sizes = {f"particle {i + 1}": member(folder, particle(i)).stat().st_size for i in range(len(result.particles))}
     if (folder / DENSE_FILE).exists():
-        sizes[DENSE] = artifacts.member(folder, DENSE_FILE).stat().st_size
+        sizes[DENSE] = member(folder, DENSE_FILE).stat().st_size
     return sizes

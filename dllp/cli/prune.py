@@ -20,7 +20,6 @@ from dllp.baselines import run as baseline
 from dllp.cli import progress, tensorboard
 from dllp.cli.evaluate import write_rows
 from dllp.cli.open_run import build_network, check_import, configure, describe, disk, read_data
-from dllp.cli.task import DENSE_FILE, SETTINGS
 from dllp.config import Config, changeable
 from dllp.data import Dataset
 from dllp.data.unreadable import Report, SkippedImage
@@ -30,11 +29,14 @@ from dllp.errors import ConfigError, Interrupted, NumericsError, RankError
 from dllp.evaluation import evaluate, examples
 from dllp.posterior import Posterior, posterior_of
 from dllp.records import EpochRecord
-from dllp.runs import artifacts, pretrained, settings
+from dllp.runs import pretrained, settings
 from dllp.runs.checkpoints import Checkpoints
-from dllp.runs.folder import RunFolder, Signals
+from dllp.runs.folder import RunFolder
+from dllp.runs.names import DENSE as DENSE_FILE
+from dllp.runs.names import EVALUATION, SETTINGS, member
 from dllp.runs.settings import DLLP, Task
-from dllp.runs.shared_checkpoints import AnyCheckpoints, SharedCheckpoints
+from dllp.runs.signals import Signals
+from dllp.runs.tensors import write_network
 from dllp.training import health
 from dllp.training.state import RunState
 
@@ -91,7 +93,7 @@ def follow(ranks: Ranks, signals: Signals) -> None:
     data, config, model, new_head = prepared(ranks, task, values, None, quiet=True)
     for verb, recipe in ((api.prune, config), (api.train_dense, dense_recipe(task, config, new_head))):
         if recipe is not None:
-            signals.training = SharedCheckpoints(ranks, None)
+            signals.training = Checkpoints(None, ranks=ranks)
             try:
                 verb(model, data, recipe, checkpoints=signals.training, ranks=ranks)
             except RankError:
@@ -131,7 +133,7 @@ def dense_recipe(task: Task, config: Config, new_head: list[str]) -> Config | No
 def chosen_settings(args: Namespace, ranks: Ranks) -> tuple[Task, dict[str, Any]]:
     """The task and the values of Config that the user gave, here, in a settings file, or when the run began."""
     if args.resume:
-        values = settings.read(artifacts.member(Path(args.out), SETTINGS))
+        values = settings.read(member(Path(args.out), SETTINGS))
         for name, value in args.chosen.items():
             known = values.get(name)
             same = Path(str(value)).resolve() == Path(str(known)) if name in ("data", "weights") else False
@@ -177,13 +179,13 @@ class _Pruning:
         out = self.folder.folder
         result.write_networks(out)
         if dense is not None:
-            artifacts.write_network(out / DENSE_FILE, dense.networks[0])
+            write_network(out / DENSE_FILE, dense.networks[0])
         found = evaluate.measure(result, data.test, dense, disk=disk(out, result), device=device)
         rows = found.rows
         if before is not None:
             cut = evaluate.measure(before, data.test, device=device).rows
             rows[-1:-1] = [replace(row, name=BEFORE) for row in cut]
-        write_rows(out / artifacts.EVALUATION, task, rows, **found.besides())
+        write_rows(out / EVALUATION, task, rows, **found.besides())
         if config.task == "classification":
             examples.collect(found.clean[evaluate.TOGETHER], found.clean.get(evaluate.DENSE)).write(out)
         result.write_run(out)
@@ -227,8 +229,7 @@ class _Pruning:
         """One training with its checkpoints and its part of the log."""
         board = tensorboard.Board(self.folder.folder, name) if self.show_board else None
         place = self.folder.checkpoints / name
-        own = Checkpoints(place, on_begin=lambda: self.folder.begin(self.text), **self.rhythm)
-        held: AnyCheckpoints = own if self.ranks.alone else SharedCheckpoints(self.ranks, own)
+        held = Checkpoints(place, ranks=self.ranks, on_begin=lambda: self.folder.begin(self.text), **self.rhythm)
 
         def on_start(state: RunState) -> None:
             self.signals.training = held
@@ -278,7 +279,7 @@ class _Pruning:
     def leave_out(self, image: SkippedImage) -> None:
         """Report and log an image that cannot be read."""
         progress.warn(str(image))
-        self.folder.note(image)
+        self.folder.leave_out(image.name, image.reason)
 
     def say(self, text: str) -> None:
         if not self.quiet:

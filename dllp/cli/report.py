@@ -21,7 +21,8 @@ from dllp.errors import DataError, DllpError
 from dllp.evaluation import examples
 from dllp.posterior import predict_data
 from dllp.report import contents, trust
-from dllp.runs import artifacts, settings
+from dllp.runs import settings
+from dllp.runs.names import PAGE
 from dllp.runs.settings import Task
 
 LAYER_BATCH = 16
@@ -48,7 +49,7 @@ def run(args: Namespace) -> None:
         path = Path(args.out)
         files.write_named(path, page)
     else:
-        path = folders[0] / artifacts.PAGE if alone else Path(artifacts.PAGE)
+        path = folders[0] / PAGE if alone else Path(PAGE)
         files.write_bytes(path, page)
     if not args.quiet:
         print(f"{path}: {len(page):,} bytes, opens in any browser")

@@ -16,7 +16,7 @@ from dllp.deploy import speed
 from dllp.deploy.export import require_onnx
 from dllp.devices import device as devices
 from dllp.errors import ArtifactError
-from dllp.runs import artifacts
+from dllp.runs.names import SPEED
 
 
 def run(args: Namespace) -> None:
@@ -43,7 +43,7 @@ def run(args: Namespace) -> None:
         progress.show_speed(rows, layers, f"{folder}: particle {args.particle} against dense")
     if args.particle == 1:  # the one that the report speaks of
         try:
-            files.write_json(folder / artifacts.SPEED, report)
+            files.write_json(folder / SPEED, report)
         except ArtifactError as error:
             progress.warn(f"{error}; the report will not show these times")
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from dllp.errors import ConfigError
 from dllp.records import EpochRecord
+from dllp.runs import names
 from dllp.training.state import RunState
 
-FOLDER = "tensorboard"
-"""Inside the run folder."""
 CURVES = ("loss", "accuracy", "cost", "undecided", "multiplier", "noise", "lr", "temperature", "budget",
           "discrepancy", "seconds")  # fmt: skip
 
@@ -31,7 +30,7 @@ class Board:
     """
 
     def __init__(self, folder: Path, training: str) -> None:
-        self.place = folder / FOLDER / training
+        self.place = folder / names.TENSORBOARD / training
         self.writer: Any = None
         self.state: RunState | None = None
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dllp import files
 from dllp.deploy.export import INPUT, inputs, packed, trace
-from dllp.runs import artifacts
+from dllp.runs.tensors import write_network
 
 TORCH, ONNX, INT8 = "PyTorch", "onnxruntime", "onnxruntime int8"
 CALIBRATION = 4
@@ -128,7 +128,7 @@ def written(subject: Subject, shape: tuple[int, ...], folder: Path, index: int) 
     program = trace(subject.network, inputs(2, shape))
     files.write_bytes(paths[ONNX], packed(program, "onnx"))
     files.write_bytes(paths[TORCH], packed(program, "pt2"))
-    artifacts.write_network(folder / f"{index}.safetensors", subject.network)
+    write_network(folder / f"{index}.safetensors", subject.network)
     return paths
 
 

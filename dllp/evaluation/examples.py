@@ -14,7 +14,8 @@ from torch import Tensor
 from dllp.errors import ArtifactError
 from dllp.evaluation.evaluate import DENSE, TOGETHER
 from dllp.posterior import PredictedData, decompose
-from dllp.runs import artifacts
+from dllp.runs.names import EXAMPLES
+from dllp.runs.tensors import read_tensors, write_tensors
 
 MOST_BYTES = 2**30
 
@@ -48,7 +49,7 @@ class Examples:
         tensors = {"labels": self.labels, "aleatoric": self.aleatoric, "epistemic": self.epistemic}
         tensors |= {f"predicted/{name}": value for name, value in self.predicted.items()}
         tensors |= {f"confidence/{name}": value for name, value in self.confidence.items()}
-        artifacts.write_tensors(folder / artifacts.EXAMPLES, tensors)
+        write_tensors(folder / EXAMPLES, tensors)
 
 
 def collect(particles: PredictedData, dense: PredictedData | None = None) -> Examples:
@@ -70,10 +71,10 @@ def collect(particles: PredictedData, dense: PredictedData | None = None) -> Exa
 
 def read(folder: Path) -> Examples | None:
     """The examples of a run folder, checked; None where it has no such file."""
-    path = folder / artifacts.EXAMPLES
+    path = folder / EXAMPLES
     if not path.exists():
         return None
-    tensors = artifacts.read_tensors(path, limit=MOST_BYTES)
+    tensors = read_tensors(path, limit=MOST_BYTES)
     parts: dict[str, dict[str, Tensor]] = {"predicted": {}, "confidence": {}}
     for name, value in tensors.items():
         kind, _, network = name.partition("/")

@@ -10,13 +10,15 @@ from dllp import files
 from dllp.config import Config
 from dllp.deploy.speed import LayerTime
 from dllp.deploy.speed import Row as SpeedRow
-from dllp.errors import ArtifactError, ConfigError
+from dllp.errors import ArtifactError
 from dllp.evaluation import examples
 from dllp.evaluation.evaluate import CLEAN, DENSE, TOGETHER, Row
 from dllp.evaluation.examples import Examples
 from dllp.records import EpochRecord, Size
 from dllp.report.markup import plain
-from dllp.runs import artifacts
+from dllp.runs.names import CORRUPTIONS, EVALUATION, LOG, SPEED, member
+from dllp.runs.result import read_run
+from dllp.runs.schema import typed
 
 Uncertainty = Literal["aleatoric", "epistemic"]
 
@@ -99,61 +101,58 @@ class Run:
 
 def read(folder: Path) -> Run:
     """A finished run's folder; files that a run made from Python lacks are left out."""
-    run = artifacts.read_run(folder)
-    place = folder / artifacts.RUN
-    try:
-        config = Config.from_dict(run["config"]).as_dict()
-    except ConfigError as error:
-        raise ArtifactError(f"{place}: {error}") from None
-    if len(run["recipes"]) != len(run["sizes"]):
-        raise ArtifactError(f"{place}: {len(run['recipes'])} recipes but {len(run['sizes'])} sizes")
-    evaluated, order = rows(folder / artifacts.EVALUATION), (DENSE, "particle 1", TOGETHER)
+    run = read_run(folder)
+    evaluated, order = rows(folder / EVALUATION), (DENSE, "particle 1", TOGETHER)
     evaluated.sort(key=lambda row: (row.data != CLEAN, order.index(row.name) if row.name in order else 1))
     return Run(
         name=plain(folder.resolve().name),
         folder=folder,
-        config=config,
-        dense=Size(**run["dense"]),
-        sizes=[Size(**size) for size in run["sizes"]],
-        history=files.records(EpochRecord, run["history"], place),
+        config=Config.from_dict(run.config).as_dict(),
+        dense=run.dense,
+        sizes=run.sizes,
+        history=run.history,
         dense_history=_dense_history(folder),
-        rows=[*evaluated, *(row for row in rows(folder / artifacts.CORRUPTIONS) if row.data != CLEAN)],
+        rows=[*evaluated, *(row for row in rows(folder / CORRUPTIONS) if row.data != CLEAN)],
         examples=examples.read(folder),
         speed=_speed(folder),
-        **{name: run[name] for name in ("info", "recipes", "gated", "widths", "whole")},
+        info=run.info,
+        recipes=run.recipes,
+        gated=run.gated,
+        widths=run.widths,
+        whole=run.whole,
     )
 
 
 def rows(path: Path) -> list[Row]:
     """The evaluated networks in a file of `dllp evaluate --json`; none where it is missing."""
-    return files.records(Row, _json(path).get("rows"), path) if path.exists() else []
+    return typed(list[Row], _json(path).get("rows"), path) if path.exists() else []
 
 
 def _speed(folder: Path) -> Speed | None:
     """The measurements of `dllp speed`."""
-    path = folder / artifacts.SPEED
+    path = folder / SPEED
     if not path.exists():
         return None
     found = _json(path)
-    measured = files.records(SpeedRow, found.get("rows"), path, drop=("throughput",))
+    measured = typed(list[SpeedRow], found.get("rows"), path)
     if any(row.median <= 0 or row.batch <= 0 for row in measured):
         raise ArtifactError(f"{path}: a time is not positive: make it again with dllp speed")
-    layers = files.records(LayerTime, found.get("layers"), path, drop=("lost_ms",))
+    layers = typed(list[LayerTime], found.get("layers"), path)
     return Speed(measured, layers, "measured by dllp speed")
 
 
 def _json(path: Path) -> dict[str, Any]:
     """The object in a file of a run folder; empty where it is no object."""
-    found = artifacts.read_json(artifacts.member(path.parent, path.name))
+    found = files.read_json(member(path.parent, path.name))
     return found if isinstance(found, dict) else {}
 
 
 def _dense_history(folder: Path) -> list[EpochRecord]:
     """The dense network's training, which only the log has."""
-    path = folder / artifacts.LOG
+    path = folder / LOG
     if not path.exists():
         return []
-    lines = files.read_bytes(artifacts.member(folder, artifacts.LOG), files.JSON_BYTES).splitlines()
+    lines = files.read_bytes(member(folder, LOG), files.JSON_BYTES).splitlines()
     values = [files.parse_json(line, path) for line in lines]
     chosen = [value for value in values if isinstance(value, dict) and value.get("training") == "dense"]
-    return files.records(EpochRecord, chosen, path, drop=("training",))
+    return typed(list[EpochRecord], chosen, path)

@@ -12,14 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dllp import files
+from dllp.config import fits
 from dllp.errors import ArtifactError
 from dllp.method.weight_laws import near_zero_ratio
 from dllp.report import figures
 from dllp.report.contents import Run
 from dllp.report.figures import BLUE, ORANGE, ROW, VERMILION, Plot, Section, Trace, axis, names_axis, short
 from dllp.report.markup import definitions, folded, plain
-from dllp.runs import artifacts
+from dllp.runs.names import RUN
+from dllp.runs.tensors import read_tensors
 
 BINS = 60
 FEWEST = 30
@@ -128,7 +129,7 @@ def histogram(layer: Layer) -> list[Trace]:
 def split(folder: Path, recipe: Mapping[str, Any], gated: Sequence[str]) -> list[Layer]:
     """Slab and spike of every layer that lost something, from the first particle's files: no network is needed."""
     path, reference = folder / "particle-0.safetensors", folder / "reference-0.safetensors"
-    pruned, whole = artifacts.read_tensors(path), artifacts.read_tensors(reference)
+    pruned, whole = read_tensors(path), read_tensors(reference)
     layers = []
     for name in gated or [f"{module}.weight" for module in recipe]:
         module, weight = name.removesuffix(".weight"), whole.get(name)
@@ -140,7 +141,7 @@ def split(folder: Path, recipe: Mapping[str, Any], gated: Sequence[str]) -> list
         if gated:
             place, keep = path, _at_positions(weight.shape, pruned.get(f"{name}#index"))
         else:
-            place, keep = folder / artifacts.RUN, _by_recipe(weight.shape, recipe[module], kept.numel())
+            place, keep = folder / RUN, _by_recipe(weight.shape, recipe[module], kept.numel())
         if keep is None:
             raise ArtifactError(f"{place}: the kept positions of {module!r} do not fit the network")
         layers.append(Layer(module, _finite(kept, name, path), _finite(weight[~keep], name, reference)))
@@ -163,7 +164,7 @@ def _by_recipe(shape: torch.Size, sides: Any, count: int) -> Tensor | None:
 
     Outputs come first, but in transposed convolutions inputs do.
     """
-    if not files.fits(sides, dict[str, list[int]]) or any(i < 0 for part in sides.values() for i in part):
+    if not fits(sides, dict[str, list[int]]) or any(i < 0 for part in sides.values() for i in part):
         return None
     masks = []
     for order in (("out", "in"), ("in", "out")):

@@ -1,4 +1,7 @@
-"""Checkpoints on disk: written beside training, whole or not at all, the last two kept, the newest good one used."""
+"""Checkpoints on disk: written beside training, whole or not at all, the last two kept, the newest good one used.
+
+Processes that share a run have one file between them: the first writes and reads it, and all go on from it.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load, save
 from torch import Tensor
 
 from dllp import files
+from dllp.devices.ranks import Ranks
 from dllp.errors import ArtifactError, ConfigError, Interrupted
-from dllp.runs import artifacts
+from dllp.runs import tensors
 
 FORMAT = "dllp-checkpoint-3"
 State = tuple[dict[str, Tensor], dict[str, Any]]
@@ -26,58 +31,64 @@ class Checkpoints:
     """The checkpoints of one training in one folder.
 
     Args:
-        folder: Where they lie; made when the first one is written.
+        folder: Where they lie; made when the first one is written. None on processes of a run but the first.
         every_steps, every_minutes: Besides the end of each epoch, whichever comes first; 0 for never.
         kept: How many are kept.
         on_begin: Called when all else was checked, before the folder is looked into.
+        ranks: The processes that share the run; all call the same methods at the same steps.
 
     Attributes:
         damaged: Files that :meth:`latest` could not use, with the reason.
-        signal: What :meth:`stop` was called with.
+        signal: The argument of :meth:`stop`, here or on another process.
     """
 
     def __init__(
-        self, folder: str | Path, *, every_steps: int = 0, every_minutes: float = 10.0, kept: int = 2,
-        on_begin: Callable[[], None] | None = None,
+        self, folder: str | Path | None, *, every_steps: int = 0, every_minutes: float = 10.0, kept: int = 2,
+        on_begin: Callable[[], None] | None = None, ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
-        self.folder = files.as_path(folder)
+        self.folder = None if folder is None else files.as_path(folder)
         if every_steps < 0 or not 0 <= every_minutes < float("inf"):
             raise ConfigError(f"checkpoints every {every_steps} steps or {every_minutes} minutes: give 0 or more")
-        self.kept, self.on_begin = kept, on_begin
+        self.kept, self.on_begin, self.ranks = kept, on_begin, ranks or Ranks()
         self.every_steps, self.every_seconds = every_steps, 60 * every_minutes
         self.damaged: list[str] = []
+        self.signal: int | None = None
         self._unusable: list[Path] = []
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._last_step, self._last_time = 0, time.monotonic()
-        self.signal: int | None = None
 
     def files(self) -> list[Path]:
         """Checkpoints, oldest first."""
-        return sorted(self.folder.glob("step-*.safetensors"))
+        return [] if self.folder is None else sorted(self.folder.glob("step-*.safetensors"))
 
     def begin(self) -> None:
         """Training starts now."""
-        if self.folder.exists() and not self.folder.is_dir():
+        self.ranks.together(self._begin)
+
+    def _begin(self) -> None:
+        if self.folder is not None and self.folder.exists() and not self.folder.is_dir():
             raise ArtifactError(f"checkpoints cannot be written to {self.folder}: it is no folder, give another")
         if self.on_begin is not None:
             self.on_begin()
 
     def after_step(self, step: int, epoch_ends: bool, take: Take, *, last: bool = False) -> None:
         """Write a checkpoint if one is due, waiting for the `last` one; after :meth:`stop`, write it and raise."""
-        if self.signal is not None:
-            self.save(step, take, wait=True)
-            raise Interrupted(self.signal)
-        if last or self.due(step, epoch_ends):
-            self.save(step, take, wait=last)
+        due = last or (self.folder is not None and not self.busy and self.due(step, epoch_ends))
+        signal, wanted = self.ranks.steps.most(self.signal or 0, int(due))
+        if signal or wanted:
+            self.save(step, take, wait=last or bool(signal))
+        if signal:
+            self.signal = signal
+            raise Interrupted(signal)
 
     @property
     def busy(self) -> bool:
-        """Whether one is still being written."""
+        """True while one is still being written."""
         return self._pending is not None and not self._pending.done()
 
     def due(self, step: int, epoch_ends: bool) -> bool:
-        """Whether it is time for one."""
+        """True when it is time for one."""
         late = self.every_seconds > 0 and time.monotonic() - self._last_time >= self.every_seconds
         return epoch_ends or late or (self.every_steps > 0 and step - self._last_step >= self.every_steps)
 
@@ -92,9 +103,13 @@ class Checkpoints:
         """
         if self.busy and not wait:
             return
+        if self.ranks.alone:
+            self.flush()  # before memory is taken for another; processes of one run must take theirs together first
+        taken = take()
         self.flush()
         self._last_step, self._last_time = step, time.monotonic()
-        self._pending = self._writer.submit(self._write, step, take())
+        if self.folder is not None:
+            self._pending = self._writer.submit(self._write, self.folder, step, taken)
         if wait:
             self.flush()
 
@@ -105,7 +120,7 @@ class Checkpoints:
             pending.result()
 
     def settle(self) -> None:
-        """Wait for the writer where an error is on its way already: its own is not told."""
+        """Wait for the writer where an error is on its way already: its own is not reported."""
         with suppress(ArtifactError):
             self.flush()
 
@@ -113,22 +128,31 @@ class Checkpoints:
         """End the thread that writes."""
         self._writer.shutdown()
 
-    def _write(self, step: int, arrive: Callable[[], State]) -> None:
-        tensors, values = arrive()
-        content = artifacts.packed(tensors, {"format": FORMAT, "values": json.dumps(values)})
-        written = self.folder / f"step-{step:09d}.safetensors"
+    def _write(self, folder: Path, step: int, arrive: Callable[[], State]) -> None:
+        found, values = arrive()
+        content = tensors.packed(found, {"format": FORMAT, "values": json.dumps(values)})
+        written = folder / f"step-{step:09d}.safetensors"
         try:
-            for torn in self.folder.glob(".step-*.tmp"):  # of a process that was killed while it wrote
+            for torn in folder.glob(".step-*.tmp"):  # of a process that was killed while it wrote
                 torn.unlink(missing_ok=True)
             files.write_bytes(written, content)
             unusable, self._unusable = [path for path in self._unusable if path != written], []
             for old in (*unusable, *[path for path in self.files() if path not in unusable][: -self.kept]):
                 old.unlink(missing_ok=True)
         except OSError as error:
-            raise ArtifactError(f"cannot write to {self.folder}: {error.strerror}") from None
+            raise ArtifactError(f"cannot write to {folder}: {error.strerror}") from None
 
     def latest(self) -> State | None:
-        """The newest checkpoint that is whole; None where there is none."""
+        """The newest checkpoint that is whole, as the first process reads it; None where there is none."""
+        found = self.ranks.together(self._latest)
+        if self.ranks.alone:
+            return found
+        values = self.ranks.hear(found and found[1])
+        if values is None:
+            return None
+        return load(self.ranks.world.hear(save(found[0]) if found is not None else b"")), values
+
+    def _latest(self) -> State | None:
         self.damaged, self._unusable = [], []
         for path in reversed(self.files()):
             try:
@@ -141,7 +165,7 @@ class Checkpoints:
 
 def read(path: Path) -> State:
     """One checkpoint, its checksum verified."""
-    tensors, texts = artifacts.read_checked(path)
+    found, texts = tensors.read_checked(path)
     if texts.get("format") != FORMAT:
         raise ArtifactError(f"{path} is not a checkpoint of this version of dllp")
     try:
@@ -150,4 +174,4 @@ def read(path: Path) -> State:
         raise ArtifactError(f"{path}: its values are not valid JSON: the file is damaged") from None
     if not isinstance(values, dict):
         raise ArtifactError(f"{path}: its values are no object: the file is damaged")
-    return tensors, values
+    return found, values

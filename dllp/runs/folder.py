@@ -1,10 +1,7 @@
-"""A run folder while its run goes on: one process at a time, what is in it is whole, and a killed run goes on.
+"""The folder of a run while it is written: one process at a time, what is in it is whole, and a killed run goes on.
 
-.lock                         held by the process that works here; without meaning once that is gone
-config.yaml                   every setting, before the first step
-checkpoints/TRAINING/step-*   the last two of each training
-log.jsonl                     a line for each image that is left out, and for each epoch
-run.json                      written last: where it is, the run is finished, and the checkpoints go
+`dllp prune` works in the folder itself (:class:`RunFolder`), a result that is saved takes its place at once
+(:func:`new_folder`). :mod:`dllp.runs.names` lists the files.
 """
 
 from __future__ import annotations
@@ -12,33 +9,20 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
+import secrets
 import shlex
 import shutil
-import signal
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from dllp import files
-from dllp.cli import tensorboard
-from dllp.cli.task import DENSE_FILE, SETTINGS
-from dllp.data.unreadable import SkippedImage
 from dllp.errors import ArtifactError, Interrupted
 from dllp.records import EpochRecord
-from dllp.runs import artifacts
-from dllp.runs.shared_checkpoints import AnyCheckpoints
-from dllp.runs.signals import Stop
-
-CHECKPOINTS, LOCK = artifacts.UNFINISHED, ".lock"
-OWN = (
-    LOCK, SETTINGS, CHECKPOINTS, artifacts.LOG, artifacts.RUN, artifacts.EVALUATION, DENSE_FILE, "gates.safetensors",
-    artifacts.EXAMPLES, artifacts.SPEED, artifacts.CORRUPTIONS, artifacts.PAGE, tensorboard.FOLDER,
-    "particle-*.safetensors", "reference-*.safetensors", ".*.tmp",
-)  # fmt: skip
-"""Names that a run gives; an unfinished run's folder with any other file in it is never replaced."""
+from dllp.runs.names import CHECKPOINTS, LOCK, LOG, OWN, RUN, SETTINGS, member
 
 
 class RunFolder(AbstractContextManager["RunFolder"]):
@@ -53,8 +37,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         overwrite: Replace the run in it.
 
     Attributes:
-        command: What goes on with the run.
-        advice: What to do after an error, where `command` alone would not help.
+        command: The command that goes on with the run.
+        advice: The way out after an error, where `command` alone would not help.
     """
 
     def __init__(self, folder: Path, *, resume: bool = False, overwrite: bool = False) -> None:
@@ -71,11 +55,11 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     @property
     def finished(self) -> bool:
-        return (self.folder / artifacts.RUN).is_file()
+        return (self.folder / RUN).is_file()
 
     @property
     def unfinished(self) -> bool:
-        """Whether a run was begun here and can go on; a run.json is not looked for."""
+        """True where a run was begun and can go on; a run.json is not looked for."""
         return (self.folder / SETTINGS).is_file() and self.checkpoints.is_dir()
 
     def __enter__(self) -> RunFolder:
@@ -186,27 +170,27 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self._logging = True
         images = [{"left_out": name, "reason": reason} for name, reason in self._left_out.items()]
         text = "".join(json.dumps(line) + "\n" for line in (*images, *self._log))
-        files.write_bytes(self.folder / artifacts.LOG, text.encode())
+        files.write_bytes(self.folder / LOG, text.encode())
 
     def log(self, training: str, record: EpochRecord) -> None:
         """One more epoch."""
         self._log.append({"training": training, **record.as_dict()})
         self._append(self._log[-1])
 
-    def note(self, image: SkippedImage) -> None:
+    def leave_out(self, name: str, reason: str) -> None:
         """An image that is left out: in the log once, from the log's start on."""
-        name = os.path.abspath(image.name)  # a run that goes on reads its data by absolute paths
+        name = os.path.abspath(name)  # a run that goes on reads its data by absolute paths
         if name not in self._left_out:
-            self._left_out[name] = image.reason
+            self._left_out[name] = reason
             if self._logging:
-                self._append({"left_out": name, "reason": image.reason})
+                self._append({"left_out": name, "reason": reason})
 
     def _known(self) -> dict[str, str]:
-        """What the log of a run that goes on says of images; a line that was torn says nothing."""
+        """Images that the log of a run that goes on has already; a line that was torn says nothing."""
         found: dict[str, str] = {}
-        path = self.folder / artifacts.LOG
+        path = self.folder / LOG
         if path.exists():
-            for line in files.read_bytes(artifacts.member(self.folder, artifacts.LOG), files.cap()).splitlines():
+            for line in files.read_bytes(member(self.folder, LOG), files.cap()).splitlines():
                 with suppress(ArtifactError):
                     value = files.parse_json(line, path)
                     if isinstance(value, dict) and isinstance(value.get("left_out"), str):
@@ -215,12 +199,10 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def _append(self, line: dict[str, Any]) -> None:
         try:
-            with open(self.folder / artifacts.LOG, "a", encoding="utf-8") as handle:
+            with open(self.folder / LOG, "a", encoding="utf-8") as handle:
                 handle.write(json.dumps(line) + "\n")
         except OSError as error:
-            raise ArtifactError(
-                f"cannot write {self.folder / artifacts.LOG}: {error.strerror}; free some space"
-            ) from None
+            raise ArtifactError(f"cannot write {self.folder / LOG}: {error.strerror}; free some space") from None
 
     def _sweep(self) -> None:
         """Remove what a killed process left, and after the end the checkpoints."""
@@ -232,7 +214,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def _clear(self) -> None:
         # in this order, so that what is half removed is neither an unfinished run, nor a finished one, nor a user's own
-        for name in (SETTINGS, artifacts.RUN):
+        for name in (SETTINGS, RUN):
             (self.folder / name).unlink(missing_ok=True)
         for path in self.folder.iterdir():
             if path.name != LOCK:
@@ -250,24 +232,51 @@ class RunFolder(AbstractContextManager["RunFolder"]):
                 path.rmdir()
 
 
-class Signals(Stop):
-    """SIGTERM and SIGINT end a run: at once outside of training, after the present step in it; a second one kills.
+# ---- a folder at once
 
-    Attributes:
-        training: The checkpoints of the training that is going on.
-    """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.training: AnyCheckpoints | None = None
+def check_free(folder: Path, overwrite: bool = False) -> None:
+    """Raise unless a run may be written there; only a run folder or an empty one is ever replaced."""
+    files.check_name(folder, ArtifactError)
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ArtifactError(f"{folder} is a file: give a folder for the run")
+    if (folder / RUN).exists():
+        if not overwrite:
+            raise ArtifactError(f"{folder} already holds a run: choose another folder, or replace it (--overwrite)")
+    elif any(folder.iterdir()):
+        raise ArtifactError(f"{folder} holds other files: choose another folder for the run")
 
-    def ignore(self) -> None:
-        """The run ends by itself: a launcher that ends what is left of it must not cut its last words short."""
-        for number in self._before:
-            signal.signal(number, signal.SIG_IGN)
-        self._before = {}
 
-    def asked(self, number: int) -> None:
-        if self.training is None:
-            raise Interrupted(number)
-        self.training.stop(number)
+@contextmanager
+def new_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary folder beside `folder` that takes its place when the block ends well, and is gone otherwise."""
+    check_free(folder, overwrite)
+    folder = folder.absolute()
+    made = [parent for parent in folder.parents if not parent.exists()]
+    # the name is cut, so that the longest one that is allowed can still be written
+    temporary = folder.with_name(f".{folder.name[:32]}-{secrets.token_hex(4)}")
+    replaced: Path | None = None
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise ArtifactError(f"cannot write to {folder.parent}: {error.strerror}") from None
+    try:
+        yield temporary
+        if overwrite and folder.exists():
+            replaced = temporary.with_name(temporary.name + "-old")
+            os.rename(folder, replaced)
+        os.rename(temporary, folder)
+    except BaseException as error:
+        if replaced is not None and replaced.exists() and not folder.exists():
+            os.rename(replaced, folder)
+        shutil.rmtree(temporary, ignore_errors=True)
+        for parent in made:
+            with suppress(OSError):
+                parent.rmdir()
+        if isinstance(error, OSError):
+            raise ArtifactError(f"cannot write {folder}: {error.strerror}; free some space or choose another") from None
+        raise
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Trained weights to start from: a safetensors file, or what torch.save made of a state dict, read weights-only."""
+"""Trained weights to start from: a safetensors file, or a state dict of torch.save, read weights-only."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from dllp import files
 from dllp.errors import ArtifactError
-from dllp.runs import artifacts
 from dllp.runs.settings import SUFFIXES
+from dllp.runs.tensors import check_finite, read_tensors
 
 WRAPPERS = ("state_dict", "model_state_dict", "model")
 """Names under which training scripts keep the weights beside other things."""
@@ -46,8 +46,7 @@ def start(network: nn.Module, path: Path) -> list[str]:
             continue
         if value.is_floating_point() != target.is_floating_point() or value.is_complex():
             raise ArtifactError(f"{path}: {name!r} is {value.dtype}, but the network needs {target.dtype}")
-        if value.is_floating_point() and bool((~value.isfinite() if name in learned else value.isnan()).any()):
-            raise ArtifactError(f"{path}: {name!r} holds numbers that are not finite")
+        check_finite(path, name, value, infinite=name not in learned)
         fitting[name] = value
     if stored:
         raise ArtifactError(
@@ -63,20 +62,20 @@ def read(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise ArtifactError(f"{path} is no file: give trained weights, {' or '.join(SUFFIXES[:2])}")
     if path.suffix == ".safetensors":
-        return artifacts.read_tensors(path.resolve())
+        return read_tensors(path.resolve())
     found = _unpickled(path)
     for wrapper in WRAPPERS:
         if isinstance(found, Mapping) and isinstance(found.get(wrapper), Mapping):
             found = found[wrapper]
             break
-    if not isinstance(found, Mapping) or not found or not all(map(_is_weight, found.items())):
+    if not isinstance(found, Mapping) or not found or not all(_is_weight(*entry) for entry in found.items()):
         raise ArtifactError(f"{path} holds no names and tensors: save model.state_dict(), best as .safetensors")
     parallel = all(name.startswith("module.") for name in found)
     return {name.removeprefix("module.") if parallel else name: value for name, value in found.items()}
 
 
 def _unpickled(path: Path) -> Any:
-    """What torch.save wrote; nothing is compressed, so no tensor can be larger than the file."""
+    """The content of a file of torch.save; nothing is compressed, so no tensor can be larger than the file."""
     with files.open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > files.cap():
@@ -103,7 +102,7 @@ def _unpickled(path: Path) -> Any:
 
 
 def _obstacle(path: Path) -> str:
-    """What stands in a file of torch.save beside weights; its code is looked at, not run."""
+    """The reason why a file of torch.save is more than weights; its code is looked at, not run."""
     try:
         found = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     except Exception:  # a damaged file can raise almost anything
@@ -114,11 +113,9 @@ def _obstacle(path: Path) -> str:
     return f"it holds Python objects ({found[0][:100]}{more}), as a whole module does"
 
 
-def _is_weight(entry: tuple[Any, Any]) -> bool:
-    name, value = entry
-    return isinstance(name, str) and isinstance(value, Tensor) and value.layout == torch.strided and (
-        not value.is_quantized and value.device.type == "cpu"
-    )  # fmt: skip
+def _is_weight(name: Any, value: Any) -> bool:
+    plain = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
+    return isinstance(name, str) and plain and value.device.type == "cpu"
 
 
 def _last(network: nn.Module) -> str:

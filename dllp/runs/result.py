@@ -2,26 +2,62 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dllp import files
 from dllp.config import Config
 from dllp.errors import ArtifactError, ConfigError, StructureError
-from dllp.records import ExtractedParticle, Size
-from dllp.runs import artifacts
+from dllp.records import EpochRecord, ExtractedParticle, Recipe, Size
+from dllp.runs import names
+from dllp.runs.schema import typed
+from dllp.runs.tensors import read_network, read_tensors, write_network, write_tensors
 from dllp.structure.slicing import copied, cut
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """The content of run.json, as far as it is relied on.
+
+    Attributes:
+        config: Fields of :class:`dllp.Config` by name, sound.
+        recipes: Kept channels of each module, for each particle.
+        gated: Parameters whose single weights were pruned.
+        dense, sizes: Costs of the original network and of each particle.
+        widths: Kept channels (or weights) of each group, for each particle, and before.
+        whole: Groups that were kept whole, and why.
+        history: A record for each epoch.
+        info: Versions and hardware of the run, and whatever a caller added.
+    """
+
+    config: dict[str, Any]
+    recipes: list[Recipe]
+    gated: list[str]
+    dense: Size
+    sizes: list[Size]
+    widths: dict[str, list[int]]
+    whole: dict[str, str]
+    history: list[EpochRecord]
+    info: dict[str, Any]
+
+
+# ---- writing
 
 
 def write_networks(folder: Path, particles: Sequence[ExtractedParticle], gates: dict[str, Tensor]) -> None:
     """The extracted networks and the gates."""
-    for i, particle in enumerate(particles):
-        artifacts.write_network(folder / f"particle-{i}.safetensors", particle.network, particle.gated)
-        artifacts.write_network(folder / f"reference-{i}.safetensors", particle.reference)
-    artifacts.write_tensors(folder / "gates.safetensors", gates)
+    for k, particle in enumerate(particles):
+        write_network(folder / names.particle(k), particle.network, particle.gated)
+        write_network(folder / names.reference(k), particle.reference)
+    write_tensors(folder / names.GATES, gates)
 
 
 def write_run(
@@ -30,7 +66,7 @@ def write_run(
 ) -> None:  # fmt: skip
     """run.json, the last file: where it is, a run is finished. `rest` are its other fields: history, widths, ..."""
     run = {
-        "format": artifacts.FORMAT,
+        "format": FORMAT,
         "config": config.as_dict(),
         "recipes": [particle.recipe for particle in particles],
         "gated": list(particles[0].gated),
@@ -38,30 +74,71 @@ def write_run(
         "sizes": [vars(size) for size in sizes],
         **rest,
     }
-    files.write_json(folder / artifacts.RUN, run)
+    files.write_json(folder / names.RUN, run)
+
+
+# ---- reading
+
+
+def read_run(folder: Path) -> Run:
+    """The run.json of a finished run, every field checked."""
+    if not folder.is_dir():
+        raise ArtifactError(f"{folder} is not a folder: give the folder of a finished run")
+    if not (folder / names.RUN).is_file() and (folder / names.CHECKPOINTS).is_dir():
+        again = f"dllp prune --resume --out {shlex.quote(str(folder))}"
+        raise ArtifactError(f"{folder} holds an unfinished run: finish it with {again}")
+    if not (folder / names.RUN).is_file():
+        raise ArtifactError(f"{folder} holds no {names.RUN}: it is not the folder of a finished run")
+    path = names.member(folder, names.RUN)
+    found = files.read_json(path)
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ArtifactError(f"{path} is not of format {FORMAT}: it was written by another version of dllp")
+    run = typed(Run, found, path)
+    try:
+        Config.from_dict(run.config)
+    except ConfigError as error:
+        raise ArtifactError(f"{path}: {error}") from None
+    particles = len(run.recipes)
+    if not particles or len(run.sizes) != particles:
+        raise ArtifactError(f"{path}: {particles} recipes and {len(run.sizes)} sizes: one for each particle is needed")
+    if any(len(counts) != particles + 1 or min(counts) < 0 or counts[-1] < 1 for counts in run.widths.values()):
+        raise ArtifactError(f"{path}: 'widths' has not one count for each particle and one before")
+    if any(size.macs < 0 or size.params < 0 for size in (run.dense, *run.sizes)):
+        raise ArtifactError(f"{path}: a size is negative")
+    return run
 
 
 def read(folder: Path, model: nn.Module) -> dict[str, Any]:
     """The fields of a saved result by name, given a fresh instance of the original network."""
-    run = artifacts.read_run(folder)
-    try:
-        config = Config.from_dict(run["config"])
-    except ConfigError as error:
-        raise ArtifactError(f"{folder / artifacts.RUN}: {error}") from None
-    recipes, gated = run["recipes"], tuple(run["gated"])
-    dense, sizes = Size(**run["dense"]), [Size(**size) for size in run["sizes"]]
-    rest = {key: run[key] for key in ("history", "widths", "whole", "info")}
-    if len(recipes) != len(sizes):
-        raise ArtifactError(f"{folder / artifacts.RUN}: {len(recipes)} recipes but {len(sizes)} sizes")
-    gates = artifacts.read_gates(folder, len(recipes), sum(value.numel() for value in model.state_dict().values()))
+    run, path = read_run(folder), folder / names.RUN
+    gates = _read_gates(folder, len(run.recipes), sum(value.numel() for value in model.state_dict().values()))
     particles = []
-    for i, recipe in enumerate(recipes):
+    for k, recipe in enumerate(run.recipes):
         reference = copied(model).cpu().eval()
-        artifacts.read_network(folder / f"reference-{i}.safetensors", reference)
+        read_network(folder / names.reference(k), reference)
         try:
             network = cut(reference, recipe)
         except StructureError as error:
-            raise ArtifactError(f"{folder / artifacts.RUN}: {error}") from None
-        artifacts.read_network(folder / f"particle-{i}.safetensors", network)
-        particles.append(ExtractedParticle(network, reference, recipe, gated, gates["keep"][i].bool()))
-    return {"config": config, "particles": particles, "dense": dense, "sizes": sizes, "gates": gates, **rest}
+            raise ArtifactError(f"{path}: {error}") from None
+        read_network(folder / names.particle(k), network)
+        particles.append(ExtractedParticle(network, reference, recipe, tuple(run.gated), gates["keep"][k].bool()))
+    return {
+        "config": Config.from_dict(run.config),
+        "particles": particles,
+        "gates": gates,
+        "history": [record.as_dict() for record in run.history],
+        **{name: getattr(run, name) for name in ("dense", "sizes", "widths", "whole", "info")},
+    }
+
+
+def _read_gates(folder: Path, particles: int, numbers: int) -> dict[str, Tensor]:
+    """The gates of a run of `particles` networks, each of `numbers` numbers: no gate stands for less than one."""
+    path = folder / names.GATES
+    gates = read_tensors(path, limit=particles * (32 * numbers + 1024))
+    for name, dims in (("logits", 2), ("keep", 2), ("slab", 2), ("noise", 1)):
+        value = gates.get(name)
+        if value is None or value.dim() != dims or len(value) != particles:
+            raise ArtifactError(f"{path}: {name!r} is missing or not of {dims} dimensions for {particles} particles")
+        if value.dtype != torch.bool if name == "keep" else not value.is_floating_point():
+            raise ArtifactError(f"{path}: {name!r} is {value.dtype}: booleans are kept, all others are floats")
+    return gates

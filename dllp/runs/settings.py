@@ -18,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from dllp import files
 from dllp.config import RETIRED, Config, check_retired, types_of
 from dllp.errors import ConfigError
+from dllp.runs.schema import check_settings
 
 DLLP = "dllp"
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
@@ -185,7 +186,7 @@ def read(path: Path) -> dict[str, Any]:
     values = _parse(files.read_bytes(path, SETTINGS_BYTES, ConfigError), path)
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings: lines such as `epochs: 60` are needed")
-    files.check_settings(values, path, ConfigError)
+    check_settings(values, path, ConfigError)
     kinds = {**types_of(Task), **types_of(Config)}
     try:
         found = {}

@@ -6,9 +6,12 @@ import signal
 import threading
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from dllp.errors import Interrupted
+
+if TYPE_CHECKING:
+    from dllp.runs.checkpoints import Checkpoints
 
 
 class Stop(AbstractContextManager["Stop"]):
@@ -30,11 +33,11 @@ class Stop(AbstractContextManager["Stop"]):
             signal.signal(number, handler)
 
     def asked(self, number: int) -> None:
-        """What the first signal does."""
+        """Act on the first signal."""
         self._number = number
 
     def check(self, note: str) -> None:
-        """Raise what a signal asked for, with a note of how to go on."""
+        """Raise Interrupted where a signal has come, with a note of how to go on."""
         if self._number:
             error = Interrupted(self._number)
             error.add_note(note)
@@ -44,3 +47,26 @@ class Stop(AbstractContextManager["Stop"]):
         for each in self._before:
             signal.signal(each, signal.SIG_DFL)
         self.asked(number)
+
+
+class Signals(Stop):
+    """SIGTERM and SIGINT end a run: at once outside of training, after the present step in it; a second one kills.
+
+    Attributes:
+        training: The checkpoints of the training that is going on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.training: Checkpoints | None = None
+
+    def ignore(self) -> None:
+        """Ignore further signals: the run ends by itself, and its launcher must not cut its error message short."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
+        self._before = {}
+
+    def asked(self, number: int) -> None:
+        if self.training is None:
+            raise Interrupted(number)
+        self.training.stop(number)

@@ -24,7 +24,7 @@ from dllp.cli.main import main
 from dllp.cli.open_run import imported
 from dllp.cli.parser import COMMANDS, NETWORKS
 from dllp.data.unreadable import MAX_BAD
-from dllp.runs.artifacts import new_folder
+from dllp.runs.folder import new_folder
 from dllp.runs.settings import TASK, Task, read
 from dllp.zoo import build
 from tests.support.commands import ENVIRONMENT, FAST, UNTRACED, npy, one_line

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from dllp.cli.main import main
-from dllp.runs import artifacts
+from dllp.errors import ArtifactError
 from dllp.runs.folder import RunFolder
 from tests.robustness.crash.harness import digest
 from tests.support.commands import ENVIRONMENT, one_line, settle
@@ -242,5 +242,5 @@ def test_a_lock_dies_with_its_process(
 
 
 def test_a_folder_that_vanishes_before_it_is_held(tmp_path: Path) -> None:
-    with pytest.raises(artifacts.ArtifactError, match="is not there"), RunFolder(tmp_path / "a", resume=True):
+    with pytest.raises(ArtifactError, match="is not there"), RunFolder(tmp_path / "a", resume=True):
         pass

@@ -18,7 +18,7 @@ import dllp
 from dllp.cli.main import main
 from dllp.deploy import export
 from dllp.errors import ExportError, StructureError
-from dllp.runs import artifacts
+from dllp.runs.result import read_run
 from dllp.structure.groups import discover
 from dllp.structure.padding import kept_units
 from dllp.zoo import build
@@ -226,7 +226,7 @@ def test_run_from_python_needs_network_and_shape(
     one_line(capsys, "--shape 3 32 32")
     assert main(["export", str(folder), "--out", out, "--model", "small_cnn", "--shape", "1", "8", "8"]) == 2
     one_line(capsys, "factory")
-    assert artifacts.read_run(folder)["info"].get("data") is None
+    assert read_run(folder).info.get("data") is None
 
 
 class Attention(nn.Module):

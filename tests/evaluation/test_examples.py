@@ -16,7 +16,8 @@ from dllp.cli.main import main
 from dllp.errors import ArtifactError
 from dllp.evaluation import examples
 from dllp.posterior import predict_data
-from dllp.runs import artifacts
+from dllp.runs.names import EXAMPLES
+from dllp.runs.tensors import write_tensors
 
 
 def test_examples_come_back(tmp_path: Path) -> None:
@@ -44,9 +45,9 @@ def test_damaged_examples_are_refused(tmp_path: Path, change: dict[str, torch.Te
     whole = torch.zeros(4, dtype=torch.int32)
     tensors = {"labels": whole, "predicted/particle 1": whole, "confidence/particle 1": torch.ones(4)}
     tensors |= {"aleatoric": torch.zeros(4), "epistemic": torch.zeros(4)}
-    artifacts.write_tensors(tmp_path / artifacts.EXAMPLES, tensors)
+    write_tensors(tmp_path / EXAMPLES, tensors)
     assert examples.read(tmp_path) is not None
-    artifacts.write_tensors(tmp_path / artifacts.EXAMPLES, tensors | change)
+    write_tensors(tmp_path / EXAMPLES, tensors | change)
     with pytest.raises(ArtifactError, match="same examples"):
         examples.read(tmp_path)
 

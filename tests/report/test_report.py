@@ -23,7 +23,7 @@ from dllp.cli.main import main
 from dllp.errors import ConfigError, DllpError
 from dllp.evaluation import examples
 from dllp.report import contents, figures, markup, page, trust
-from dllp.runs import artifacts
+from dllp.runs.names import EXAMPLES
 from tests.support.commands import one_line
 from tests.support.pages import plots
 
@@ -95,7 +95,7 @@ def relabelled(folder: Path) -> None:
 
 def unanswered(folder: Path) -> None:
     """Without the answers to single examples its settings tell what it was evaluated on."""
-    (folder / artifacts.EXAMPLES).unlink()
+    (folder / EXAMPLES).unlink()
 
 
 def elsewhere(folder: Path) -> None:

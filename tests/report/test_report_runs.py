@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import dllp
-from dllp import files
 from dllp.cli.main import main
 from dllp.errors import ArtifactError
 from dllp.records import EpochRecord
 from dllp.report import contents, weights
-from dllp.runs import artifacts
+from dllp.runs import names
+from dllp.runs.tensors import read_tensors, write_tensors
 from dllp.zoo import build
 from tests.support.commands import npy, one_line, settle
 from tests.support.pages import plots
@@ -54,9 +51,9 @@ def test_weights_that_are_no_numbers_are_one_line(
     copied: Path, capsys: pytest.CaptureFixture[str], kind: str, value: float
 ) -> None:
     path = copied / f"{kind}-0.safetensors"
-    tensors = artifacts.read_tensors(path)
+    tensors = read_tensors(path)
     tensors["conv1.weight"][:] = value
-    artifacts.write_tensors(path, tensors)
+    write_tensors(path, tensors)
     assert main(["report", str(copied), "--quiet"]) == 2
     one_line(capsys, f"{path.name}: 'conv1.weight' holds numbers that are not finite")
     assert not (copied / "report.html").exists()
@@ -64,8 +61,8 @@ def test_weights_that_are_no_numbers_are_one_line(
 
 def test_single_weights_that_are_no_numbers_are_told(tmp_path: Path) -> None:
     index, value = torch.arange(3, dtype=torch.int32), torch.tensor([1.0, math.nan, 2.0])
-    artifacts.write_tensors(tmp_path / "reference-0.safetensors", {"a.weight": torch.ones(2, 2)})
-    artifacts.write_tensors(tmp_path / "particle-0.safetensors", {"a.weight#index": index, "a.weight#value": value})
+    write_tensors(tmp_path / "reference-0.safetensors", {"a.weight": torch.ones(2, 2)})
+    write_tensors(tmp_path / "particle-0.safetensors", {"a.weight#index": index, "a.weight#value": value})
     with pytest.raises(ArtifactError, match=r"particle-0\.safetensors: 'a\.weight' holds numbers that are not finite"):
         weights.split(tmp_path, {}, ["a.weight"])
 
@@ -74,19 +71,6 @@ def test_the_largest_weights_are_drawn() -> None:
     largest = np.full(40, 3e38, np.float32)
     traces = weights.histogram(weights.Layer("a", largest * np.resize([1, -1], 40).astype(np.float32), largest))
     assert all(np.isfinite(trace["y"]).all() for trace in traces)
-
-
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda x: st.lists(x), max_leaves=5
-    )
-)
-def test_whatever_fits_is_of_its_kind(value: Any) -> None:
-    if files.fits(value, list[float]):
-        assert isinstance(value, list) and all(type(v) in (int, float) and math.isfinite(v) for v in value)
-    if files.fits(value, float | None):
-        assert value is None or math.isfinite(value)
-    assert files.fits(value, bool) == isinstance(value, bool)
 
 
 def test_records_know_their_fields(run: Path) -> None:
@@ -158,7 +142,7 @@ def test_another_method_that_trains_after_the_cut(tmp_path: Path) -> None:
 def test_transposed_convolutions_have_their_inputs_first(tmp_path: Path) -> None:
     whole, small = torch.randn(6, 4, 2, 2), torch.randn(3, 2, 2, 2)
     for name, weight in (("reference", whole), ("particle", small)):
-        artifacts.write_tensors(tmp_path / f"{name}-0.safetensors", {"up.weight": weight})
+        write_tensors(tmp_path / f"{name}-0.safetensors", {"up.weight": weight})
     (layer,) = weights.split(tmp_path, {"up": {"in": [0, 2, 5], "out": [1, 3]}}, [])
     lost = torch.ones(6, 4, dtype=torch.bool)
     lost[torch.tensor([[0], [2], [5]]), torch.tensor([1, 3])] = False
@@ -186,7 +170,7 @@ def test_data_that_is_gone_is_said(copied: Path) -> None:
 
 
 def test_answers_are_asked_for_where_the_folder_lacks_them(copied: Path, report_page: str) -> None:
-    (copied / artifacts.EXAMPLES).unlink()
+    (copied / names.EXAMPLES).unlink()
     assert main(["report", str(copied), "--quiet"]) == 0
     again = (copied / "report.html").read_text()
     assert plots(again)["reliability"] == plots(report_page)["reliability"]

@@ -13,13 +13,13 @@ from typing import Any
 
 from dllp.cli import main
 from dllp.devices import ranks
-from dllp.runs.shared_checkpoints import SharedCheckpoints
+from dllp.runs.checkpoints import Checkpoints
 
 
 def install(kind: str, step: int) -> None:
-    after = SharedCheckpoints.after_step
+    after = Checkpoints.after_step
 
-    def deadly(self: SharedCheckpoints, now: int, *rest: Any, **options: Any) -> None:
+    def deadly(self: Checkpoints, now: int, *rest: Any, **options: Any) -> None:
         if now == step and not ranks.restarts():
             os.kill(os.getpid(), signal.SIGKILL)
         after(self, now, *rest, **options)
@@ -27,7 +27,7 @@ def install(kind: str, step: int) -> None:
     if kind == "version":
         ranks.__version__ = "0.0.1"
     if kind == "kill":
-        SharedCheckpoints.after_step = deadly
+        Checkpoints.after_step = deadly
 
 
 if __name__ == "__main__":

@@ -24,10 +24,11 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from dllp import data
+from dllp import data, files
 from dllp.data import cifar10
 from dllp.errors import DllpError
-from dllp.runs import artifacts, pretrained, settings
+from dllp.runs import pretrained, settings
+from dllp.runs.tensors import read_tensors
 from paper.store import Store
 
 MB = 2**20
@@ -98,16 +99,16 @@ def cases(root: Path) -> dict[str, tuple[int, Callable[[], object]]]:
     one = header(root / "huge.safetensors", lie, bytes(64))
     two = header(root / "length.safetensors", "{}", length=2**60)
     three = header(root / "wide.safetensors", '{"a":' + "[" * 10**6)
-    found["tensors that the file cannot hold"] = 0, lambda: artifacts.read_tensors(one)
-    found["a header without end"] = 0, lambda: artifacts.read_tensors(two)
-    found["a header of brackets"] = 1 * MB, lambda: artifacts.read_tensors(three)
+    found["tensors that the file cannot hold"] = 0, lambda: read_tensors(one)
+    found["a header without end"] = 0, lambda: read_tensors(two)
+    found["a header of brackets"] = 1 * MB, lambda: read_tensors(three)
     hole = header(
         root / "hole.safetensors", '{"a": {"dtype": "U8", "shape": [40000000000], "data_offsets": [0, 40000000000]}}'
     )
     os.truncate(hole, hole.stat().st_size + 40_000_000_000)
-    found["a sparse file of 40 GB"] = 0, lambda: artifacts.read_tensors(hole)
+    found["a sparse file of 40 GB"] = 0, lambda: read_tensors(hole)
     save_file({"a": torch.ones(16 * MB)}, root / "whole.safetensors")
-    found["64 MB of tensors"] = 64 * MB, lambda: artifacts.read_tensors(root / "whole.safetensors")["a"].clone()
+    found["64 MB of tensors"] = 64 * MB, lambda: read_tensors(root / "whole.safetensors")["a"].clone()
 
     shape = arrays(root, "shape")
     array(shape / "train_x.npy", "(1000000000000, 8, 8, 3)")
@@ -151,7 +152,7 @@ def cases(root: Path) -> dict[str, tuple[int, Callable[[], object]]]:
     (root / "digits.json").write_bytes(b"9" * 10**7)
     for name in ("deep", "many", "digits"):
         path = root / f"{name}.json"
-        found[f"{name}.json"] = path.stat().st_size, lambda path=path: artifacts.read_json(path)
+        found[f"{name}.json"] = path.stat().st_size, lambda path=path: files.read_json(path)
     laughs = root / "laughs.yaml"
     lines = [
         "a: &a [x,x,x,x,x,x,x,x,x]",

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from dllp.runs import artifacts
+from dllp.runs import tensors
 
 NUMBERS = (0, 1, -1, 2, 127, 128, 255, 256, 2**15, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**62, 2**63 - 1, 2**63)
 VALUES: tuple[Any, ...] = (
@@ -131,7 +131,7 @@ def mutate_tensors(rng: random.Random, content: bytes, other: bytes) -> bytes:
     header, body = content[8 : 8 + length], content[8 + length :]
     if rng.random() < 0.8:  # a stranger's file has no checksum: what lies behind it must hold, too
         plain = json.loads(header)
-        plain.get("__metadata__", {}).pop(artifacts.CHECKSUM, None)
+        plain.get("__metadata__", {}).pop(tensors.CHECKSUM, None)
         header = json.dumps(plain).encode()
     header = mutate_json(rng, header, b"")
     off = rng.choice((0, 0, 0, 0, 1, -1))

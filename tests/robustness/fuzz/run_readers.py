@@ -20,7 +20,7 @@ from dllp.evaluation.evaluate import Row
 from dllp.evaluation.examples import collect
 from dllp.posterior import predict_data
 from dllp.report import compare, contents, page
-from dllp.runs import artifacts
+from dllp.runs.names import EVALUATION, EXAMPLES, LOG, RUN, SPEED
 from paper import summary, tables
 from paper.figures_3_4 import QUALITIES
 from paper.prediction_metrics import from_probabilities
@@ -77,13 +77,13 @@ def reports(root: Path) -> list[Reader]:
     x, y = examples()
     collect(predict_data(result.posterior, from_pair(x, y))).write(folder)
     rows = [row(name, data) for data in ("clean", "noise:0.1") for name in ("dense", "particle 1", "all particles")]
-    files.write_json(folder / artifacts.EVALUATION, {"rows": [vars(r) for r in rows]})
+    files.write_json(folder / EVALUATION, {"rows": [vars(r) for r in rows]})
     times = [speed.Row(name, speed.TORCH, "cpu", 1, 64, 2e-3 / k, 1e-3, 3e-3, 7, 2e-3, 100 / k, 10)
              for k, name in enumerate((speed.DENSE, speed.PRUNED), 1)]  # fmt: skip
     layer = vars(speed.LayerTime("0", 2.0, 1.5, 4, 2, 0.5))
-    files.write_json(folder / artifacts.SPEED, {"rows": speed.as_dict(speed.compared(times)), "layers": [layer]})
+    files.write_json(folder / SPEED, {"rows": speed.as_dict(speed.compared(times)), "layers": [layer]})
     log = "".join(json.dumps({"training": "dense", **record}) + "\n" for record in result.history)
-    (folder / artifacts.LOG).write_text(log)
+    (folder / LOG).write_text(log)
 
     def read(name: str, content: bytes) -> None:
         before = (folder / name).read_bytes()
@@ -100,7 +100,7 @@ def reports(root: Path) -> list[Reader]:
     return [
         Reader(f"{name} by report", [(folder / name).read_bytes()], functools.partial(read, name), str(folder),
                (mutators[name.rpartition(".")[2]],), share=0.2)
-        for name in (artifacts.RUN, artifacts.EVALUATION, artifacts.SPEED, artifacts.LOG, artifacts.EXAMPLES,
+        for name in (RUN, EVALUATION, SPEED, LOG, EXAMPLES,
                      "reference-0.safetensors")
     ]  # fmt: skip
 

@@ -19,8 +19,9 @@ import dllp
 from dllp.cli.main import main
 from dllp.errors import DllpError
 from dllp.prepare import make_gating
-from dllp.runs import artifacts, checkpoints, pretrained
+from dllp.runs import checkpoints, pretrained
 from dllp.runs.settings import read, split
+from dllp.runs.tensors import write_tensors
 from dllp.structure.groups import discover
 from dllp.training import snapshot
 from dllp.training.particles import Particles
@@ -97,7 +98,7 @@ def starts(root: Path) -> list[Reader]:
     root.mkdir(parents=True)
     torch.save(network().state_dict(), root / "a.pt")
     torch.save({"epoch": 1, "state_dict": network().half().state_dict()}, root / "b.pt")
-    artifacts.write_tensors(root / "a.safetensors", network().state_dict())
+    write_tensors(root / "a.safetensors", network().state_dict())
 
     def read(path: Path, content: bytes) -> object:
         path.write_bytes(content)

@@ -14,8 +14,8 @@ from run import campaign, merge
 
 from dllp import files
 from dllp.errors import DllpError
-from dllp.runs import artifacts
 from dllp.runs.settings import read
+from dllp.runs.tensors import read_tensors
 
 IN_PROCESS = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
@@ -77,7 +77,7 @@ def test_headers_of_any_kind(tmp_path: Path, header: object, body: bytes) -> Non
     path = tmp_path / "any.safetensors"
     path.write_bytes(struct.pack("<Q", len(text)) + text + body)
     with pytest.raises(DllpError, match=r"any\.safetensors"):
-        artifacts.read_tensors(path)
+        read_tensors(path)
 
 
 @IN_PROCESS

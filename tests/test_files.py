@@ -1,11 +1,15 @@
-"""Files from strangers: links, pipes and code are refused, limits hold, and every refusal is one line."""
+"""Files are read under limits and written whole; links, pipes and code of strangers are refused, each by one line."""
 
 from __future__ import annotations
 
 import json
 import os
-import struct
+import stat
+import subprocess
+import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +21,11 @@ from dllp import data, files
 from dllp.cli.main import main
 from dllp.data import images as pictures_of
 from dllp.errors import LONGEST, ArtifactError, ConfigError, DataError, DllpError
-from dllp.runs import artifacts, settings
+from dllp.runs import settings
+from dllp.runs.tensors import read_tensors
 from paper.store import Store
-from tests.support.commands import FAST, npy, one_line, settle
+from tests.support.commands import ENVIRONMENT, FAST, npy, one_line, settle
+from tests.support.interrupted import examples, unfinished
 
 
 def images(root: Path, size: tuple[int, int] = (8, 8)) -> Path:
@@ -75,7 +81,7 @@ def test_a_link_in_a_circle_is_refused(copied: Path) -> None:
     (copied / "gates.safetensors").unlink()
     (copied / "gates.safetensors").symlink_to("gates.safetensors")
     with pytest.raises(ArtifactError, match="gates"):
-        artifacts.read_tensors(copied / "gates.safetensors")
+        read_tensors(copied / "gates.safetensors")
 
 
 def test_links_out_of_a_data_folder_are_refused(tmp_path: Path) -> None:
@@ -93,8 +99,8 @@ def test_links_out_of_a_data_folder_are_refused(tmp_path: Path) -> None:
 
 def test_pipes_never_hang(copied: Path, tmp_path: Path) -> None:
     for name, read in (
-        ("pipe.safetensors", artifacts.read_tensors),
-        ("pipe.json", artifacts.read_json),
+        ("pipe.safetensors", read_tensors),
+        ("pipe.json", files.read_json),
         ("pipe.yaml", settings.read),
     ):
         os.mkfifo(copied / name)
@@ -158,12 +164,12 @@ def test_the_cap_is_stated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     folder = npy(tmp_path / "arrays", np.zeros((4, 30), np.float32), np.arange(4) % 2)
     monkeypatch.setenv(files.CAP_VARIABLE, "399")
     with pytest.raises(ArtifactError, match="400 bytes of tensors, more than the 399"):
-        artifacts.read_tensors(tmp_path / "a.safetensors")
+        read_tensors(tmp_path / "a.safetensors")
     with pytest.raises(DataError, match="480 bytes, more than the 399"):
         data.load(folder)
     monkeypatch.setenv(files.CAP_VARIABLE, "much")
     with pytest.raises(ConfigError, match="DLLP_MAX_BYTES = 'much'"):
-        artifacts.read_tensors(tmp_path / "a.safetensors")
+        read_tensors(tmp_path / "a.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -173,7 +179,6 @@ def test_the_cap_is_stated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (b"[1e999]", "not finite"),
         (b"9" * 30, "30 digits"),
         (b'{"a": 1, "a": 2}', "twice"),
-        (b"[" * 40 + b"]" * 40, "nested too deeply"),
         (b"[" * 10**5, "nested too deeply"),
         (b"\xff", "not valid JSON"),
         (b"\xef\xbb\xbf{}", "not valid JSON"),
@@ -184,49 +189,8 @@ def test_the_cap_is_stated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_json_that_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(ArtifactError, match=words) as caught:
-        artifacts.read_json(tmp_path / "a.json")
+        files.read_json(tmp_path / "a.json")
     assert "a.json" in str(caught.value)
-
-
-def entry(dtype: object = "U8", shape: object = (2,), offsets: object = (0, 2)) -> dict[str, object]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-
-
-@pytest.mark.parametrize(
-    ("header", "words"),
-    [
-        ([], "no object"),
-        ({"__metadata__": {"a": 1}, "a": entry()}, "__metadata__"),
-        ({"a": 3}, "dtype, shape and data_offsets"),
-        ({"a": entry() | {"more": 1}}, "dtype, shape and data_offsets"),
-        ({"a": entry("OBJECT")}, "unknown dtype 'OBJECT'"),
-        ({"a": entry(shape=[-2])}, "shape of tensor 'a'"),
-        ({"a": entry(shape=[1] * 20)}, "shape of tensor 'a'"),
-        ({"a": entry(shape=[True])}, "shape of tensor 'a'"),
-        ({"a": entry(shape=[3])}, "but its data_offsets are"),
-        ({"a": entry(), "b": entry()}, "overlap"),
-        ({"a": entry(offsets=(1, 3))}, "gap at byte 0"),
-        ({}, "its header declares 0"),
-    ],
-)
-def test_headers_that_are_refused(tmp_path: Path, header: object, words: str) -> None:
-    text = json.dumps(header).encode()
-    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + b"\x00\x01")
-    with pytest.raises(ArtifactError, match=words) as caught:
-        artifacts.read_tensors(tmp_path / "a.safetensors")
-    assert "a.safetensors" in str(caught.value)
-
-
-def test_booleans_and_weights_are_what_they_say(tmp_path: Path) -> None:
-    text = json.dumps({"a": entry("BOOL")}).encode()
-    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + b"\x00\x07")
-    with pytest.raises(ArtifactError, match="'a' holds booleans"):
-        artifacts.read_tensors(tmp_path / "a.safetensors")
-    network = torch.nn.Linear(2, 1)
-    broken = {"weight": torch.tensor([[1.0, torch.inf]]), "bias": torch.zeros(1)}
-    save_file(broken, tmp_path / "b.safetensors")
-    with pytest.raises(ArtifactError, match=r"b\.safetensors: 'weight' holds numbers that are not finite"):
-        artifacts.read_network(tmp_path / "b.safetensors", network)
 
 
 @pytest.mark.parametrize(
@@ -283,3 +247,175 @@ def test_digests_never_name_a_path(tmp_path: Path) -> None:
         store.runs.write_text(json.dumps({"digest": digest, "seed": 0}) + "\n")
         with pytest.raises(ArtifactError, match="line 1 is damaged"):
             store.lines()
+
+
+# ---- written whole or not at all
+
+
+def full(*args: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("name", ["fsync", "replace"])
+def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(os, name, full)
+    with pytest.raises(ArtifactError, match=r"cannot write .*new\.json: No space left on device"):
+        files.write_json(tmp_path / "new.json", {"a": 1})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file.json"
+    files.write_json(path, {"a": 1})
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ArtifactError):
+        files.write_json(path, {"a": 2})
+    assert files.read_json(path) == {"a": 1} and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArtifactError, match="cannot write"):
+        files.write_json(tmp_path / "file" / "run.json", {})
+
+
+def test_values_that_json_cannot_hold(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        files.write_json(tmp_path / "nan.json", float("nan"))
+    assert not list(tmp_path.iterdir())
+
+
+# ---- files that a user names for output
+
+
+def test_a_pipe_is_written_into(tmp_path: Path) -> None:
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    for path in (pipe, link):
+        found: list[bytes] = []
+        reader = threading.Thread(target=lambda found=found: found.append(pipe.read_bytes()), daemon=True)
+        reader.start()
+        files.write_json(path, {"a": 1}, named=True)
+        reader.join(30)
+        assert json.loads(found[0]) == {"a": 1}
+    assert stat.S_ISFIFO(pipe.lstat().st_mode) and link.is_symlink() and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_pipe_that_nobody_reads_any_more_is_one_line(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: os.close(os.open(pipe, os.O_RDONLY)), daemon=True)
+    reader.start()
+    with pytest.raises(ArtifactError, match=r"cannot write .*pipe: Broken pipe"):
+        files.write_named(pipe, bytes(2**20))
+    reader.join(30)
+
+
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_a_reader_that_leaves_early_is_no_error(buffered: str) -> None:
+    command = [sys.executable, "-m", "dllp", "bench", "table1", "--list"]
+    ours, theirs = os.pipe()
+    os.close(ours)  # as `| head` has left when more is said than it wants
+    environment = {**ENVIRONMENT, "PYTHONUNBUFFERED": buffered}
+    left = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    os.close(theirs)
+    assert (left.returncode, left.stderr) == (141, "")
+
+
+def test_the_file_behind_a_link_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere, link = tmp_path / "elsewhere", tmp_path / "here" / "link"
+    elsewhere.mkdir()
+    link.parent.mkdir()
+    link.symlink_to(Path("..") / "elsewhere" / "file")
+    for content in (b"dangling", b"there"):
+        files.write_named(link, content)
+        assert link.is_symlink() and (elsewhere / "file").read_bytes() == content
+    assert os.listdir(elsewhere) == ["file"] and os.listdir(link.parent) == ["link"]
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ArtifactError, match="file: No space left"):
+        files.write_named(link, b"half")
+    assert (elsewhere / "file").read_bytes() == b"there" and os.listdir(elsewhere) == ["file"]
+
+
+def test_a_link_in_a_circle_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("link")
+    with pytest.raises(ArtifactError, match=r"cannot write .*link: Too many levels"):
+        files.write_named(tmp_path / "link", b"")
+    assert (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("path", ["", ".", "/"])
+def test_a_folder_is_no_file(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["methods", "--json", path]) == 2
+    one_line(capsys, f"cannot write {path or '.'}: it is a folder; give a file")
+
+
+def test_standard_output_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    """A shell's `> lines`: what is printed before and after has to stay; so has a pipe without a name."""
+    lines, links = tmp_path / "lines", [tmp_path / "out", tmp_path / "err"]
+    for number, link in enumerate(links, 1):
+        link.symlink_to(f"/proc/self/fd/{number}")  # as /dev/stdout is one
+    code = (
+        "import pathlib, sys; from dllp import files; print('before');"
+        "[files.write_json(pathlib.Path(name), {'a': 1}, named=True) for name in sys.argv[1:]]; print('after')"
+    )
+    with lines.open("wb") as file:
+        arguments = [sys.executable, "-c", code, *map(str, links)]
+        done = subprocess.run(arguments, stdout=file, stderr=subprocess.PIPE, env=ENVIRONMENT, check=True)
+    assert lines.read_bytes() == b'before\n{\n "a": 1\n}\nafter\n' and done.stderr == b'{\n "a": 1\n}\n'
+    assert all(link.is_symlink() for link in links)
+
+
+# ---- what a stranger may have put into a run folder
+
+
+def test_a_link_in_a_run_folder_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    mine, link = tmp_path / "mine", tmp_path / "run" / "speed.json"
+    mine.write_text("years of work")
+    link.parent.mkdir()
+    link.symlink_to(mine)
+    files.write_json(link, {})
+    assert mine.read_text() == "years of work" and link.read_text() == "{}\n" and not link.is_symlink()
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "evaluation.json", "checkpoints/pruned/step-000000005.safetensors"])
+def test_a_resumed_run_writes_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    out = tmp_path / "out"
+    unfinished(examples(tmp_path / "data"), out, monkeypatch)
+    capsys.readouterr()
+    (tmp_path / "mine").write_text("years of work")
+    (out / name).unlink(missing_ok=True)
+    (out / name).symlink_to(tmp_path / "mine")
+    code = main(["prune", "--resume", "--quiet", "--out", str(out)])
+    assert code == 0 or "leads out" in capsys.readouterr().err
+    assert (tmp_path / "mine").read_text() == "years of work"
+
+
+def test_corruptions_are_not_kept_through_a_link(
+    copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copied / "corruptions.json").symlink_to(tmp_path / "mine")
+    assert main(["evaluate", str(copied), "--corrupt", "sharpen"]) == 0
+    one_line(capsys, "corruptions.json", "leads out", "the report will not show")
+    assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize("command", ["evaluate", "analyze", "methods", "speed"])
+def test_json_goes_into_a_pipe(command: str, run: Path, tmp_path: Path) -> None:
+    words = {"methods": [], "speed": [str(run), "--batch", "1", "--seconds", "0.01"]}
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    found: list[bytes] = []
+    reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    assert main([command, *words.get(command, [str(run)]), "--json", str(pipe)]) == 0
+    assert stat.S_ISFIFO(pipe.lstat().st_mode)
+    reader.join(30)
+    assert json.loads(found[0])

@@ -11,29 +11,8 @@ import pytest
 
 import dllp
 from dllp import ArtifactError, files
-from dllp.runs import artifacts
+from dllp.runs.names import RUN
 from tests.support import saved
-
-
-def full(*args: Any) -> None:
-    raise OSError(28, "No space left on device")
-
-
-@pytest.mark.parametrize("name", ["fsync", "replace"])
-def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(artifacts.os, name, full)
-    with pytest.raises(ArtifactError, match=r"cannot write .*new\.json: No space left on device"):
-        files.write_json(tmp_path / "new.json", {"a": 1})
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "file.json"
-    files.write_json(path, {"a": 1})
-    monkeypatch.setattr(artifacts.os, "fsync", full)
-    with pytest.raises(ArtifactError):
-        files.write_json(path, {"a": 2})
-    assert artifacts.read_json(path) == {"a": 1} and len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,12 +28,6 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ArtifactError, match="full"):
         result.save(tmp_path / "deep" / "run")
     assert len(calls) == 3 and not list(tmp_path.iterdir())
-
-
-def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ArtifactError, match="cannot write"):
-        files.write_json(tmp_path / "file" / "run.json", {})
 
 
 def test_save_refuses_a_folder_with_another_run(saved_run: tuple[dllp.Result, Path]) -> None:
@@ -91,13 +64,7 @@ def test_names_that_no_folder_can_have(
 
 def test_the_longest_name_that_a_folder_can_have(saved_run: tuple[dllp.Result, Path], tmp_path: Path) -> None:
     folder = tmp_path / ("ä" * 127 + "a")
-    assert (saved_run[0].save(folder) / artifacts.RUN).is_file() and list(tmp_path.iterdir()) == [folder]
-
-
-def test_values_that_json_cannot_hold(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        files.write_json(tmp_path / "nan.json", float("nan"))
-    assert not list(tmp_path.iterdir())
+    assert (saved_run[0].save(folder) / RUN).is_file() and list(tmp_path.iterdir()) == [folder]
 
 
 def test_a_folder_that_could_not_be_read_back_is_refused(saved_run: tuple[dllp.Result, Path], tmp_path: Path) -> None:

@@ -1,3 +1,0 @@
-"""Names of files that are moving to `dllp.runs`."""
-
-SETTINGS, DENSE_FILE = "config.yaml", "dense.safetensors"
