@@ -14,7 +14,7 @@ def run(args: Namespace) -> None:
     """Analyze the weights of one particle."""
     opened = read_run(Path(args.folder), args.chosen, args.trust_imports).open(shape=args.shape)
     report = weight_analysis.analyze(opened.result, args.particle - 1, opened.dense_network())
-    if args.json:
+    if args.json is not None:
         files.write_json(Path(args.json), {"folder": str(opened.folder), **report}, named=True)
     if not args.quiet:
         print(weight_analysis.text(report))

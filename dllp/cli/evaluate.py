@@ -46,7 +46,7 @@ def run(args: Namespace) -> None:
         result, test, dense, disk=disk(folder, result), corruptions=corruptions, ood=outside,
         references=args.references, drawn=drawn, device=find_device(args.device),
     )  # fmt: skip
-    if args.json:
+    if args.json is not None:
         write_rows(Path(args.json), task, found.rows, named=True, **found.besides())
     if corruptions and not stored.other_data and args.subset is None:
         _keep_corruptions(folder, task, found.rows)

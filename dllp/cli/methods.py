@@ -26,7 +26,7 @@ def run(args: Namespace) -> None:
     ]
     own = {"name": "dllp", "removes": "channels or weights", "year": 2023, "paper": OWN_PAPER}
     own |= {"hyperparameters": {}, "published": []}
-    if args.json:
+    if args.json is not None:
         files.write_json(Path(args.json), [own, *listed], named=True)
     width = max(len(entry["name"]) for entry in listed)
     for entry in (own, *listed):

@@ -37,7 +37,7 @@ def run(args: Namespace) -> None:
         "rows": speed.as_dict(rows),
         "layers": [vars(layer) | {"lost_ms": layer.lost_ms} for layer in layers],
     }
-    if args.json:
+    if args.json is not None:
         files.write_json(Path(args.json), report, named=True)
     if not args.quiet:
         progress.show_speed(rows, layers, f"{folder}: particle {args.particle} against dense")
