@@ -39,8 +39,7 @@ def seed() -> None:
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run folder that nobody changes."""
-    from tests.support.commands import short_run
-    from tests.support.once import once
+    from tests.support.commands import once, short_run
 
     return once(tmp_path_factory, "finished", short_run) / "first"
 
@@ -60,8 +59,7 @@ def copied(run: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def report_page(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The report of a finished run."""
-    from tests.support.once import once
-    from tests.support.pages import PAGE, write_page
+    from tests.support.commands import PAGE, once, write_page
 
     return (once(tmp_path_factory, "page", lambda folder: write_page(finished, folder)) / PAGE).read_text("utf-8")
 
@@ -69,7 +67,7 @@ def report_page(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> str
 @pytest.fixture(scope="module", params=["channel", "weight"])
 def saved_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple["dllp.Result", Path]:
     """What pruning has found, of either granularity, and the folder where Python has saved it."""
-    from tests.support.saved import pruned
+    from tests.support.short_runs import pruned
 
     result = pruned(request.param)
     return result, result.save(tmp_path_factory.mktemp("run") / request.param)

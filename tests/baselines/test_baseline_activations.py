@@ -11,7 +11,7 @@ from dllp.config import Config
 from dllp.structure.slicing import cut
 from dllp.zoo.small import small_cnn
 from tests.support.oracles import normal
-from tests.support.scenes import DIGITS
+from tests.support.short_runs import DIGITS
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")

@@ -25,7 +25,7 @@ from dllp.errors import ConfigError
 from dllp.training.particles import Particles
 from dllp.zoo.small import small_cnn
 from tests.support.oracles import normal
-from tests.support.scenes import DIGITS, scene_of
+from tests.support.short_runs import DIGITS, scene_of
 
 
 def test_penalties_are_gradients_of_what_they_name() -> None:

@@ -23,7 +23,7 @@ from dllp.training.particles import Layout, kept_coordinates
 from dllp.zoo.small import small_cnn, small_resnet
 from paper.jobs import Job, Runner
 from tests.support.oracles import normal
-from tests.support.scenes import DIGITS
+from tests.support.short_runs import DIGITS
 
 SHORT = Config(keep_flops=0.4, epochs=2, batch_size=128, init="fresh", lr=0.1, seed=3)
 

@@ -14,8 +14,8 @@ from dllp.structure.groups import discover
 from dllp.structure.padding import fill
 from dllp.structure.slicing import cut, kept_indices, recipe
 from dllp.zoo.small import small_cnn, small_resnet
-from tests.support.families import FAMILIES
-from tests.support.scenes import DIGITS
+from tests.support.networks import FAMILIES
+from tests.support.short_runs import DIGITS
 
 SHORT = Config(keep_flops=0.4, epochs=1, batch_size=32, init="fresh", lr=0.1, seed=3, device="cpu")
 

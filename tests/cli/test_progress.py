@@ -19,7 +19,7 @@ from dllp.evaluation.evaluate import CLEAN, OOD, Efficiency, Evaluation, Row
 from dllp.records import EpochRecord
 from dllp.zoo.small import small_cnn
 from tests.support.commands import FAST, one_line
-from tests.support.scenes import DIGITS
+from tests.support.short_runs import DIGITS
 
 RUN = ["prune", *FAST, "--epochs", "4", "--no-dense", "--particles", "2"]
 

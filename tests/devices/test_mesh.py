@@ -27,8 +27,7 @@ from dllp.errors import ConfigError, DataError, DllpError, RankError
 from dllp.training.snapshot import Snapshot, restore, snapshot
 from dllp.training.trainer import train
 from tests.support import many
-from tests.support.commands import ENVIRONMENT
-from tests.support.once import once
+from tests.support.commands import ENVIRONMENT, once
 
 TWO = ("plain-data", "plain-particles", "norms-data", "weight-data", "weight-particles", "mean-particles",
        "coordinate-particles", "uneven-data", "four-particles", "parts-data", "parts-particles",

@@ -17,7 +17,7 @@ from dllp import ConfigError, StructureError
 from dllp.data import ArrayData, load
 from dllp.devices.device import find_device
 from tests.support.commands import npy
-from tests.support.verb import config, images, network, snapshot
+from tests.support.short_runs import config, images, network, snapshot
 
 
 @pytest.mark.parametrize("granularity", ["channel", "weight"])

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import dllp
 from dllp import ConfigError, DataError, StructureError
 from dllp.runs.checkpoints import Checkpoints
-from tests.support.verb import config, images, network, snapshot
+from tests.support.short_runs import config, images, network, snapshot
 
 
 def test_fresh_needs_modules_that_can_be_reset() -> None:

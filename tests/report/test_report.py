@@ -24,8 +24,7 @@ from dllp.errors import ConfigError, DllpError
 from dllp.evaluation import examples
 from dllp.report import contents, figures, markup, page, trust
 from dllp.runs.names import EXAMPLES
-from tests.support.commands import one_line
-from tests.support.pages import plots
+from tests.support.commands import one_line, plots
 
 pytest.importorskip("plotly", reason="needs plotly: pip install -e '.[report]'")
 

@@ -20,7 +20,7 @@ from dllp.evaluation.examples import Examples
 from dllp.report import compare, contents, trust, weights
 from dllp.runs.settings import read, split
 from dllp.zoo import build
-from tests.support.pages import plots
+from tests.support.commands import plots
 
 pytest.importorskip("plotly", reason="needs plotly: pip install -e '.[report]'")
 

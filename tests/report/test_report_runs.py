@@ -18,8 +18,7 @@ from dllp.report import contents, weights
 from dllp.runs import names
 from dllp.runs.tensors import read_tensors, write_tensors
 from dllp.zoo import build
-from tests.support.commands import npy, one_line, settle
-from tests.support.pages import plots
+from tests.support.commands import npy, one_line, plots, settle
 
 pytest.importorskip("plotly", reason="needs plotly: pip install -e '.[report]'")
 

@@ -12,11 +12,11 @@ import pytest
 import dllp
 from dllp import ArtifactError, files
 from dllp.runs.names import RUN
-from tests.support import saved
+from tests.support import short_runs
 
 
 def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result, calls, write = saved.pruned("channel", epochs=1), [], files.write_bytes
+    result, calls, write = short_runs.pruned("channel", epochs=1), [], files.write_bytes
 
     def third(path: Path, content: bytes) -> None:
         calls.append(path)

@@ -23,7 +23,7 @@ from torch import nn
 import dllp
 from dllp import ArtifactError, Config
 from dllp.runs.result import FORMAT, read_run
-from tests.support import saved
+from tests.support import short_runs
 from tests.support.short_runs import pictures
 
 SAFETENSORS = ["gates.safetensors", "particle-0.safetensors", "reference-1.safetensors"]
@@ -50,12 +50,12 @@ with torch.no_grad():
 
 def test_a_loaded_run_is_the_saved_one(saved_run: tuple[dllp.Result, Path]) -> None:
     result, folder = saved_run
-    network = saved.build()
+    network = short_runs.build()
     before = {k: v.clone() for k, v in network.state_dict().items()}
     loaded = dllp.load(folder, network)
     assert all(torch.equal(before[k], v) for k, v in network.state_dict().items())
     for a, b in zip(result.particles, loaded.particles, strict=True):
-        assert saved.same(a.network, b.network) and saved.same(a.reference, b.reference)
+        assert short_runs.same(a.network, b.network) and short_runs.same(a.reference, b.reference)
         assert a.recipe == b.recipe and a.gated == b.gated
         assert a.keep is not None and b.keep is not None and torch.equal(a.keep, b.keep)
     for name in ("config", "history", "dense", "sizes", "widths", "whole", "info"):
@@ -68,7 +68,7 @@ def test_a_loaded_run_is_the_saved_one(saved_run: tuple[dllp.Result, Path]) -> N
 
 def test_a_fresh_process_without_pickle_gives_equal_bits(saved_run: tuple[dllp.Result, Path], tmp_path: Path) -> None:
     result, folder = saved_run
-    (tmp_path / "nets.py").write_text(textwrap.dedent(saved.NETS))
+    (tmp_path / "nets.py").write_text(textwrap.dedent(short_runs.NETS))
     x = pictures()[0]
     save_file({"x": x}, tmp_path / "x.safetensors")
     command = [
@@ -144,7 +144,7 @@ def test_damaged_files_are_named(folder: Path, name: str, damage: str) -> None:
     else:
         path.write_bytes({"empty": b"", "half": content[: len(content) // 2], "noise": b"\xff" * 64}[damage])
     with pytest.raises(ArtifactError) as caught:
-        dllp.load(folder, saved.build())
+        dllp.load(folder, short_runs.build())
     message = str(caught.value)
     assert "\n" not in message and (name in message if damage != "missing" or name != "run.json" else True)
     assert str(folder) in message
@@ -165,7 +165,7 @@ def test_one_flipped_bit_of_a_tensor_is_told(
         flipped[place] ^= 1 << bit
         (folder / name).write_bytes(flipped)
         with pytest.raises(ArtifactError, match=rf"{name}(.* damaged: its checksum|: .* booleans)"):
-            dllp.load(folder, saved.build())
+            dllp.load(folder, short_runs.build())
 
 
 def test_weights_that_others_wrote_have_no_checksum(folder: Path) -> None:
@@ -173,14 +173,14 @@ def test_weights_that_others_wrote_have_no_checksum(folder: Path) -> None:
     tensors = {name: value.clone() for name, value in load_file(path).items()}
     tensors["8.bias"] += 1
     save_file(tensors, path)
-    assert torch.equal(dllp.load(folder, saved.build()).model.state_dict()["8.bias"], tensors["8.bias"])
+    assert torch.equal(dllp.load(folder, short_runs.build()).model.state_dict()["8.bias"], tensors["8.bias"])
 
 
 @pytest.mark.parametrize("value", [None, 3, [], "text", {}, {"format": 99}])
 def test_a_run_of_another_format(folder: Path, value: Any) -> None:
     (folder / "run.json").write_text(json.dumps(value))
     with pytest.raises(ArtifactError, match=r"run\.json is not of format"):
-        dllp.load(folder, saved.build())
+        dllp.load(folder, short_runs.build())
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_missing_field_is_an_error(folder: Path, field: str) -> None:
     del values[field]
     (folder / "run.json").write_text(json.dumps(values))
     with pytest.raises(ArtifactError, match=r"run\.json"):
-        dllp.load(folder, saved.build())
+        dllp.load(folder, short_runs.build())
 
 
 @pytest.mark.parametrize(
@@ -222,14 +222,14 @@ def test_fields_of_the_wrong_kind_are_errors_of_the_run(folder: Path, field: str
     values[field] = value
     (folder / "run.json").write_text(json.dumps(values))
     with pytest.raises(ArtifactError, match=r"run\.json"):
-        dllp.load(folder, saved.build())
+        dllp.load(folder, short_runs.build())
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="is not a folder"):
-        dllp.load(tmp_path / "nothing", saved.build())
+        dllp.load(tmp_path / "nothing", short_runs.build())
     with pytest.raises(ArtifactError, match=r"holds no run\.json"):
-        dllp.load(tmp_path, saved.build())
+        dllp.load(tmp_path, short_runs.build())
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
 def test_another_network_is_an_error(
     saved_run: tuple[dllp.Result, Path], change: Callable[[nn.Sequential], object], words: str
 ) -> None:
-    network = saved.build()
+    network = short_runs.build()
     assert isinstance(network, nn.Sequential)
     change(network)
     with pytest.raises(ArtifactError, match=words) as caught:

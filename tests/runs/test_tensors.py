@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dllp import ArtifactError
 from dllp.runs import tensors
 from dllp.runs.tensors import check_shapes, checksum, read_network, read_tensors, write_network
-from tests.support import saved
+from tests.support import short_runs
 
 
 @given(st.dictionaries(st.text(), st.text(), max_size=3), st.text(), st.integers(0, 3))
@@ -110,7 +110,7 @@ def test_tied_weights_and_odd_layouts_survive(tmp_path: Path) -> None:
     write_network(tmp_path / "net.safetensors", network)
     other = Tied()
     read_network(tmp_path / "net.safetensors", other)
-    assert saved.same(network, other) and other.a.weight is other.b.weight
+    assert short_runs.same(network, other) and other.a.weight is other.b.weight
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 1.0])
@@ -120,7 +120,7 @@ def test_sparse_tensors_come_back(tmp_path: Path, sparsity: float) -> None:
         network.weight[torch.rand(5, 7) < sparsity] = 0
     write_network(tmp_path / "net.safetensors", network, ("weight",))
     read_network(tmp_path / "net.safetensors", other)
-    assert saved.same(network, other)
+    assert short_runs.same(network, other)
 
 
 @pytest.mark.parametrize("index", [torch.tensor([-1, 0]), torch.tensor([0, 99]), torch.tensor([0]), torch.zeros(2)])

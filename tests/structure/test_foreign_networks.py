@@ -1,4 +1,4 @@
-"""Whole networks as users bring them: what they do beyond the small couplings of tests/support/families.py."""
+"""Whole networks as users bring them: what they do beyond the small couplings of tests/support/networks.py."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import dllp
 from dllp.deploy.export import export
 from dllp.deploy.speed import subjects
 from dllp.structure.groups import discover
-from tests.support.foreign import CLASSES, run, stack
 from tests.support.networks import Head, conv_bn, images, shuffle
+from tests.support.short_runs import CLASSES, run, stack
 
 # ---- channels
 

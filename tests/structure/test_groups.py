@@ -19,8 +19,8 @@ from dllp.errors import Interrupted, StructureError
 from dllp.structure.coupling import MISALIGNED, UNREAD
 from dllp.structure.groups import WEIGHTS_INSTEAD, Structure, _Gap, discover, verify
 from dllp.structure.slicing import Group, cut, recipe
-from tests.support import families, networks
-from tests.support.slices import random_keep
+from tests.support import networks
+from tests.support.particles import random_keep
 
 
 def macs(model: nn.Module, example: Tensor) -> float:
@@ -38,9 +38,9 @@ def structure() -> Structure:
     return discover(wide(), networks.images())
 
 
-@pytest.mark.parametrize("name", families.FAMILIES)
+@pytest.mark.parametrize("name", networks.FAMILIES)
 def test_groups_and_reasons(name: str) -> None:
-    family = families.FAMILIES[name]
+    family = networks.FAMILIES[name]
     found = discover(family.build(), family.example())
     assert tuple(group.name for group in found.groups) == family.pruned
     assert tuple(found.whole) == family.whole
@@ -48,9 +48,9 @@ def test_groups_and_reasons(name: str) -> None:
     assert found.slices[-1].stop == found.units == len(found.channels_per_unit)
 
 
-@pytest.mark.parametrize("name", families.FAMILIES)
+@pytest.mark.parametrize("name", networks.FAMILIES)
 def test_costs_are_exact(name: str) -> None:
-    family = families.FAMILIES[name]
+    family = networks.FAMILIES[name]
     model, example = family.build(), family.example()
     found = discover(model, example)
     assert found.flops.dense == pytest.approx(macs(model, example), rel=1e-12)
@@ -104,7 +104,7 @@ def test_layers(structure: Structure) -> None:
 
 @pytest.mark.parametrize("name", ["resnet", "sequence", "transformer", "zero_pad"])
 def test_the_model_is_untouched(name: str) -> None:
-    family = families.FAMILIES[name]
+    family = networks.FAMILIES[name]
     model, example = family.build().train(), family.example()
     next(model.children()).eval()
     first = next(model.parameters())
@@ -129,9 +129,9 @@ def test_the_model_is_untouched(name: str) -> None:
     assert not example.requires_grad
 
 
-@pytest.mark.parametrize("name", families.REFUSED)
+@pytest.mark.parametrize("name", networks.REFUSED)
 def test_refusals_name_the_layer_and_the_way_out(name: str) -> None:
-    model = families.REFUSED[name]()
+    model = networks.REFUSED[name]()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(StructureError, match=r"'features\.0'.*filter_fn") as caught:
         discover(model, networks.images())

@@ -14,14 +14,14 @@ from torch.func import functional_call
 from dllp.errors import StructureError
 from dllp.structure.groups import discover, verify
 from dllp.structure.slicing import Fold, Group, Slice, WeightFold, cut, difference, kept_indices, recipe
-from tests.support import families, networks
-from tests.support.slices import random_keep, scrambled
+from tests.support import networks
+from tests.support.particles import random_keep, scrambled
 
 
-@pytest.mark.parametrize("name", families.FAMILIES)
+@pytest.mark.parametrize("name", networks.FAMILIES)
 @pytest.mark.parametrize("seed", range(4))
 def test_cut_equals_gated(name: str, seed: int) -> None:
-    family = families.FAMILIES[name]
+    family = networks.FAMILIES[name]
     torch.manual_seed(seed)
     model, example = scrambled(family.build()), family.example()
     groups = discover(model, example.double() if example.is_floating_point() else example).groups

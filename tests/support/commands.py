@@ -1,13 +1,19 @@
-"""What tests of the command line share: short options, networks and data of a user's own, the one line of an error."""
+"""The command line in tests: short options, a user's own networks and data, the one line of an error, report pages."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 import dllp
 from dllp.cli.main import main
@@ -74,3 +80,38 @@ def one_line(capsys: pytest.CaptureFixture[str], *words: str) -> None:
     assert error.startswith("dllp: ") and error.endswith("\n") and error.count("\n") == 1, error
     for word in words:
         assert word in error, error
+
+
+# ---- folders that all workers share
+
+
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """The folder that `make` fills, whichever worker of this test run is the first to need it; nobody may change it."""
+    own = factory.getbasetemp()
+    root = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    folder, whole = root / name, root / f"{name}.whole"
+    with FileLock(root / f"{name}.lock"):
+        if not whole.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # what a worker left whose attempt has failed
+            folder.mkdir()
+            make(folder)
+            whole.touch()
+    return folder
+
+
+# ---- report pages
+
+
+PAGE = "page.html"
+
+
+def write_page(run: Path, folder: Path) -> None:
+    """The page of a run."""
+    assert main(["report", str(run), "--out", str(folder / PAGE), "--quiet"]) == 0
+
+
+def plots(text: str) -> dict[str, Any]:
+    """The figures of a page by name."""
+    found = re.search(r'<script type="application/json" id="plots">(.*?)</script>', text, re.DOTALL)
+    assert found
+    return json.loads(found[1])

@@ -13,8 +13,7 @@ from dllp.structure.slicing import cut
 from dllp.training.gating import ChannelGating
 from dllp.training.particles import Layout, Particles
 from tests.support import networks
-from tests.support.gated import CASES, CPU, random_network, setting
-from tests.support.slices import both_layouts, random_keep
+from tests.support.particles import CASES, CPU, both_layouts, random_keep, random_network, setting
 
 
 @pytest.fixture(scope="module")

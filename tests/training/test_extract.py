@@ -18,8 +18,8 @@ from dllp.structure.slicing import Fold, Group, Slice, cut
 from dllp.training.extract import extract, plain
 from dllp.training.gating import ChannelGating, WeightGating
 from dllp.training.particles import Particles
-from tests.support import families, networks
-from tests.support.slices import batch, both_layouts, loss, random_keep, scrambled
+from tests.support import networks
+from tests.support.particles import batch, both_layouts, loss, random_keep, scrambled
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ class Run:
     """Two particles that were sliced, moved a little in their small shape, and finished."""
 
     def __init__(self, name: str = "chain", channels_last: bool = False) -> None:
-        family = families.FAMILIES[name]
+        family = networks.FAMILIES[name]
         models = [scrambled(family.build()).train() for _ in range(2)]
         self.original, self.x, self.example = copy.deepcopy(models[0]), batch(family), family.example()
         if self.example.is_floating_point():
@@ -146,7 +146,7 @@ def test_a_network_that_changed_since_is_refused() -> None:
 @both_layouts
 @pytest.mark.parametrize("linear", [False, True])
 def test_single_weights_are_exact_zeros(linear: bool, channels_last: bool) -> None:
-    family = families.FAMILIES["resnet"]
+    family = networks.FAMILIES["resnet"]
     models = [networks.resnet() for _ in range(2)]
     original = copy.deepcopy(models[0])
     structure = discover(original, family.example())

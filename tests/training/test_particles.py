@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from dllp.config import Config
 from dllp.errors import StructureError
 from dllp.training.particles import ALIGN, Layout, Particles, jitter
-from tests.support import families, networks
-from tests.support.slices import batch, both_layouts, is_padding, loss, scrambled, sliced
+from tests.support import networks
+from tests.support.particles import batch, both_layouts, is_padding, loss, scrambled, sliced
 
 # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -22,7 +22,7 @@ from tests.support.slices import batch, both_layouts, is_padding, loss, scramble
 @both_layouts
 @pytest.mark.parametrize("name", ["resnet", "transposed", "volume", "transformer", "scaled"])
 def test_rows_are_the_parameters(name: str, channels_last: bool) -> None:
-    models = [families.FAMILIES[name].build() for _ in range(3)]
+    models = [networks.FAMILIES[name].build() for _ in range(3)]
     before = copy.deepcopy(models)
     particles = Particles(models, channels_last=channels_last)
     assert len(particles) == 3 and particles.active == particles.networks == models and particles.intact()
@@ -57,7 +57,7 @@ def test_layout() -> None:
 
 @both_layouts
 def test_gradients_land_in_the_rows(channels_last: bool) -> None:
-    family = families.FAMILIES["resnet"]
+    family = networks.FAMILIES["resnet"]
     models = [scrambled(networks.resnet()).train() for _ in range(2)]
     for model in models:
         model.features[0][0].weight.requires_grad_(False)

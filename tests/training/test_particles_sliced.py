@@ -12,15 +12,15 @@ from torch.func import functional_call
 from dllp.structure.groups import discover
 from dllp.structure.slicing import Fold, cut, recipe
 from dllp.training.particles import Particles, kept_coordinates
-from tests.support import families, networks
-from tests.support.slices import batch, both_layouts, is_padding, loss, random_keep, scrambled, sliced
+from tests.support import networks
+from tests.support.particles import batch, both_layouts, is_padding, loss, random_keep, scrambled, sliced
 
 
 @both_layouts
-@pytest.mark.parametrize("name", families.FAMILIES)
+@pytest.mark.parametrize("name", networks.FAMILIES)
 def test_sliced_equals_gated(name: str, channels_last: bool) -> None:
     particles, groups, keeps = sliced(name, channels_last)
-    x = batch(families.FAMILIES[name])
+    x = batch(networks.FAMILIES[name])
     generator = torch.Generator().manual_seed(9)
     for _ in range(2):  # as they were sliced, and after the full rows have moved
         particles.begin_step()
@@ -69,7 +69,7 @@ def test_coordinates_are_one_to_one_and_padding_stays_zero() -> None:
 
 
 def test_frozen_parameters_stay_frozen_when_sliced() -> None:
-    family = families.FAMILIES["chain"]
+    family = networks.FAMILIES["chain"]
     models = [scrambled(networks.chain()).train()]
     models[0].features[2][0].weight.requires_grad_(False)
     groups = discover(models[0], batch(family)).groups
@@ -89,7 +89,7 @@ def test_finish_brings_statistics_home(name: str, channels_last: bool) -> None:
     before = [{k: b.clone() for k, b in m.named_buffers()} for m in particles.networks]
     for seed in range(3):
         for network in particles.active:
-            network(batch(families.FAMILIES[name], seed))
+            network(batch(networks.FAMILIES[name], seed))
     particles.rows.mul_(1.5)
     rows = particles.rows.clone()
     particles.finish()

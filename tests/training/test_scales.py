@@ -15,8 +15,7 @@ from dllp.structure.slicing import Group, Slice
 from dllp.training.gating import Scales, channel_scales, filters
 from dllp.training.particles import Particles
 from tests.support import networks
-from tests.support.gated import CASES, CPU, random_network, setting
-from tests.support.slices import both_layouts
+from tests.support.particles import CASES, CPU, both_layouts, random_network, setting
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d)
 

@@ -14,8 +14,7 @@ from dllp.structure.groups import Structure, discover
 from dllp.training.gating import LinearCost, WeightGating
 from dllp.training.particles import Particles
 from tests.support import networks
-from tests.support.gated import CASES, CPU, setting
-from tests.support.slices import both_layouts
+from tests.support.particles import CASES, CPU, both_layouts, setting
 
 
 def weight_gating(particles: Particles, structure: Structure, **options: object) -> WeightGating:
