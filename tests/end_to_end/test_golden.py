@@ -147,7 +147,7 @@ def write() -> None:
         demo = demo_files(Path(folder) / "run")
     made = {
         "digests": published_digests(), "fingerprint": checkpoint_fingerprint(), "demo": demo,
-        "names": public_names(), "help": help_texts(),
+        "help": help_texts(), "names": sorted({*read("names.json"), *public_names()}, key=str.lower),
     }  # fmt: skip
     for name, value in made.items():
         (GOLDEN / f"{name}.json").write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
