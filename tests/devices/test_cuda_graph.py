@@ -123,8 +123,7 @@ def test_graphs_and_eager_steps_are_equal(exact: None, monkeypatch: pytest.Monke
     monkeypatch.setattr(fuse, "available", lambda: False)
     eager, expected = train("eager", likelihood=likelihood)
     graph, found = train("graph", likelihood=likelihood)
-    assert eager.capture.state == "eager" and graph.capture.state == "graph"
-    assert graph.capture.graphs, "each phase has more than WARMUP steps, so the last one must be captured"
+    assert eager.history[-1].engine == "eager" and graph.history[-1].engine == "graph"
     assert STEPS * 0.3 > WARMUP
     assert graph.latents.keep is not None and eager.latents.keep is not None
     assert torch.equal(graph.latents.keep, eager.latents.keep)
@@ -190,7 +189,7 @@ def test_graphs_of_parts_and_of_recomputed_blocks_are_eager_steps(
     monkeypatch.setattr(fuse, "available", lambda: False)
     graph, found = train("graph", likelihood=likelihood, **changes)
     _, expected = train("eager", likelihood=likelihood, **{**changes, "recompute": False})
-    assert graph.capture.state == "graph" and not graph.streams
+    assert graph.history[-1].engine == "graph" and not graph.forward._streams
     for step, (a, b) in enumerate(zip(expected, found, strict=True)):
         assert torch.equal(a, b), f"step {step}"
 
@@ -201,9 +200,9 @@ def test_recomputed_blocks_have_fused_norms() -> None:
     from dllp.devices.fused_norm import FusedNorm
 
     graph, found = train("graph", recompute=True, precision="bfloat16")
-    assert graph.capture.state == "graph" and bool(found[-1].isfinite().all())
-    assert any(isinstance(module, FusedNorm) for module in graph.computing[0].modules())
-    assert all(graph.computing[0].get_submodule(name) for name in graph.stages)
+    assert graph.history[-1].engine == "graph" and bool(found[-1].isfinite().all())
+    assert any(isinstance(module, FusedNorm) for module in graph.forward.networks[0].modules())
+    assert all(graph.forward.networks[0].get_submodule(name) for name in graph.forward.stages)
 
 
 @cuda

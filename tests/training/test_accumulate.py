@@ -130,7 +130,7 @@ def test_a_dense_run_accumulates_too() -> None:
 
 
 def test_too_many_parts_are_refused_and_digests_stay() -> None:
-    with pytest.raises(ConfigError, match="accumulate = 9: a batch of 8 has not so many parts"):
+    with pytest.raises(ConfigError, match=r"accumulate \(9\) must not exceed batch_size \(8\)"):
         Config(batch_size=8, accumulate=9)
     with pytest.raises(ConfigError, match="accumulate = 0: at least 1"):
         Config(accumulate=0)
