@@ -82,7 +82,7 @@ class Result:
         return self.particles[0].reference
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """HTML for notebooks."""
         sizes = [vars(size) for size in self.sizes]
         return notebook.summary(self.config, vars(self.dense), sizes, self.widths, self.history)
 
@@ -143,8 +143,7 @@ def prune(
         ranks: The processes that share the run, from :func:`dllp.devices.ranks.joined`: all call this, with the same
             arguments, and all get the same result; `config.parallel` says what they share.
     """
-    config, ranks = _resolved(config), ranks or Ranks()
-    _check_kinds(checkpoints, ranks, on_epoch=on_epoch, on_step=on_step, on_start=on_start)
+    config, ranks = _resolved(config, checkpoints), ranks or Ranks()
     if config.prior != SPIKE_AND_SLAB and config.budget[1] is None and not config.sparsity:
         raise ConfigError(f"prior = {config.prior} closes no gate by itself: give keep_flops, keep_params or sparsity")
     channels = config.granularity == "channel"
@@ -177,8 +176,7 @@ def train_dense(
     ranks: Ranks | None = None,
 ) -> Result:
     """Train the unpruned network by the same recipe, without gates, prior and Stein term: what to compare with."""
-    config, ranks = _resolved(config), ranks or Ranks()
-    _check_kinds(checkpoints, ranks, on_epoch=on_epoch, on_step=on_step, on_start=on_start)
+    config, ranks = _resolved(config, checkpoints), ranks or Ranks()
     batches, example, structure = ranks.together(lambda: prepare(model, data, config, None, ranks, channels=False))
     place = _placed(ranks, config, batches, model, example)
 
@@ -188,7 +186,10 @@ def train_dense(
     return _collect(_train(build, place, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
 
 
-def _resolved(config: Config | None) -> Config:
+def _resolved(config: Config | None, checkpoints: object) -> Config:
+    """The configuration of a new run, every default filled in."""
+    if isinstance(checkpoints, str | Path):
+        raise ConfigError(f"checkpoints = {str(checkpoints)!r}: give dllp.checkpoints.Checkpoints(folder)")
     if config is not None and not isinstance(config, Config):
         raise ConfigError(f"config is a {type(config).__name__}: give a dllp.Config, such as Config(keep_flops=0.45)")
     config = config or Config()
@@ -196,21 +197,10 @@ def _resolved(config: Config | None) -> Config:
     return config.resolved()
 
 
-def _check_kinds(checkpoints: object, ranks: object, **hooks: object) -> None:
-    """Raise for what could only fail later, in the midst of a run."""
-    for name, hook in hooks.items():
-        if hook is not None and not callable(hook):
-            raise ConfigError(f"{name} = {hook!r:.60}: give a function")
-    if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
-        raise ConfigError(f"checkpoints = {checkpoints!r:.60}: give dllp.runs.checkpoints.Checkpoints(folder)")
-    if not isinstance(ranks, Ranks):
-        raise ConfigError(f"ranks = {ranks!r:.60}: give what dllp.devices.ranks.joined() gives, or leave it out")
-
-
 def _placed(ranks: Ranks, config: Config, batches: Source, model: nn.Module, example: Tensor) -> Place:
-    """What this process owns, once all are known to have the same data and the network to learn from their parts."""
+    """This process's share of the run, once all are known to have the same data, and batches that can be shared."""
     ranks.same("data on all hosts", f"{batches.num_examples} examples in {batches.steps} batches")
-    ranks.together(lambda: ranks.lines(config.particles, config.parallel))  # told once, before groups are made
+    ranks.together(lambda: ranks.lines(config.particles, config.parallel))  # errors come before groups are made
     place = ranks.place(config.particles, config.parallel)
     ranks.together(lambda: check_parts(model, batches, config, example, place))
     if isinstance(batches, StreamBatches):
@@ -339,7 +329,7 @@ def _collect(state: RunState, structure: Structure, example: Tensor) -> Result:
 
 
 def _log_prior(state: RunState) -> dict[str, Any]:
-    """What the prior says of each particle, and N, by which it counts in the mean log-posterior (Section 2)."""
+    """Log-prior of each particle, and N, by which it counts in the mean log-posterior (Section 2)."""
     if state.gating is None:
         return {}
     with torch.no_grad():

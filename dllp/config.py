@@ -82,7 +82,7 @@ def _changeable(default: Any) -> Any:
 
 @dataclass(frozen=True)
 class Budget:
-    """What is removed, and how much of it.
+    """The units to remove, and how many of them.
 
     Args:
         keep_flops: Fraction of the multiply-accumulates to keep, in (0, 1]. Without this and without
@@ -273,7 +273,7 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
 
     @property
     def budget(self) -> tuple[Counted, float | None]:
-        """What is counted, and the fraction of it to keep; None where nothing is asked for."""
+        """The counted cost, and the fraction of it to keep; None without a budget."""
         return ("flops", self.keep_flops) if self.keep_params is None else ("params", self.keep_params)
 
     @property

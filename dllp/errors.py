@@ -7,7 +7,7 @@ LONGEST = 2000
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """The first line of an error's message, or its type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -34,7 +34,7 @@ class ConfigError(DllpError):
 
 
 def is_whole(value: object) -> bool:
-    """Whether a value is a whole number, of any kind but a boolean."""
+    """True for a whole number of any kind but a boolean."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -61,7 +61,7 @@ class NumericsError(DllpError):
     """A number broke: NaN or infinity; names the step, the tensor, the particle and the layer.
 
     Attributes:
-        in_data: Whether it stood in the data already: no other learning rate helps.
+        in_data: The data held it already: no other learning rate helps.
     """
 
     in_data = False

@@ -1,4 +1,4 @@
-"""What a notebook shows: a run's progress while it goes on, and its result as a small page.
+"""Display in notebooks: the progress of a run, and its result as a small page.
 
 Nothing is shown anywhere else. IPython is looked for among the modules that are loaded already, and never imported
 before: a script does not pay for it.
@@ -21,7 +21,7 @@ BAR = "#0072B2"
 
 
 def in_notebook() -> bool:
-    """Whether a Jupyter kernel runs this; a terminal's IPython is none."""
+    """True in a Jupyter kernel; a terminal's IPython is none."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return type(shell).__name__ == "ZMQInteractiveShell"

@@ -1,4 +1,4 @@
-"""What a run needs before it can start: batches that fit the network, its structure, and its gates."""
+"""Preparation of a run: batches that fit the network, the network's structure, and its gates."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def prepare(
 
 
 def _takes(model: nn.Module, example: Tensor) -> bool:
-    """Whether the network takes integers, as one that looks them up in a table does; most need real numbers."""
+    """True for a network that takes integers, as an embedding does; most need real numbers."""
     try:
         _outputs(model, example, training=False)
     except IndexError as error:  # they are looked up, but not found
@@ -67,7 +67,7 @@ def _takes(model: nn.Module, example: Tensor) -> bool:
 
 
 def _outputs(model: nn.Module, example: Tensor, *, training: bool) -> Any:
-    """What a copy of the network returns, random numbers left as they were; in training its gradients must exist."""
+    """Outputs of a copy of the network, random numbers left as they were; in training its gradients must exist."""
     weight = next((p for p in model.parameters() if p.is_floating_point()), example)
     example = example.to(weight.device, weight.dtype if example.is_floating_point() else None)
     with isolated(model), torch.set_grad_enabled(training):
@@ -80,7 +80,7 @@ def _outputs(model: nn.Module, example: Tensor, *, training: bool) -> Any:
 
 
 def as_batches(data: Data, config: Config, device: torch.device) -> Source:
-    """Whatever the user gave as a source of batches on the device."""
+    """The user's data, in any of its forms, as a source of batches on the device."""
     channels_last = device.type == "cuda"
     if isinstance(data, DataLoader):
         return LoaderBatches(data, config.seed, device, channels_last, integers=True)
@@ -123,8 +123,8 @@ def check_targets(model: nn.Module, batches: Source, config: Config, example: Te
         raise StructureError(f"the network must return {wanted}, not {_described(outputs)}")
     if len(outputs) != len(example):
         raise StructureError(
-            f"the network, copied, gives {len(outputs)} answers to {len(example)} inputs: one for each is needed, and "
-            "no hook or attribute that refers to the original network"
+            f"a copy of the network gives {len(outputs)} outputs for {len(example)} inputs: one for each is needed, "
+            "and no hook or attribute may refer to the original network"
         )
     try:
         pair = torch.cat([example, example])[:2]  # one example is another matter: see check_parts
@@ -166,7 +166,7 @@ def check_targets(model: nn.Module, batches: Source, config: Config, example: Te
 
 
 def _target_shape(batches: Source) -> tuple[int, ...]:
-    """Of one target of a regression, as it was given."""
+    """Shape of one target of a regression, as it was given."""
     if isinstance(batches, LoaderBatches):
         return batches.target_shape
     data = batches.data
@@ -174,7 +174,7 @@ def _target_shape(batches: Source) -> tuple[int, ...]:
 
 
 def _are_probabilities(outputs: Tensor) -> bool:
-    """Whether a network ends in a softmax: scores that are never negative and always add up to 1 are no others."""
+    """True for the outputs of a softmax: never negative, and adding up to 1."""
     if outputs.shape[1] < 2:
         return False
     return bool((outputs >= 0).all()) and torch.allclose(outputs.sum(1), outputs.new_ones(len(outputs)), atol=1e-3)

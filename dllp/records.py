@@ -1,4 +1,4 @@
-"""Plain data that every room may know: what an epoch recorded, what a network costs, an extracted particle."""
+"""Plain data that every room may know: the record of an epoch, the size of a network, an extracted particle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GATE_BINS = 10
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """What happened in one epoch; lists have one entry for each particle.
+    """Measurements of one epoch; lists have one entry for each particle.
 
     `gates` counts the gates of each module by their probability, in equal parts of [0, 1], all particles together;
     empty in most epochs of a long run.
@@ -45,7 +45,7 @@ class EpochRecord:
 
 @dataclass(frozen=True)
 class Size:
-    """What a network costs: multiply-accumulates of one example and stored numbers, of non-zero weights only."""
+    """Cost of a network: multiply-accumulates of one example and stored numbers, of non-zero weights only."""
 
     macs: float
     params: int

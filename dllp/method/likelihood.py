@@ -57,7 +57,7 @@ def input_log_likelihood(residual: Tensor, log_d: Tensor) -> Tensor:
 
 
 def head_loss(residual: Tensor, log_d: Tensor) -> Tensor:
-    """What d(x) learns from: equation 9 negated, its residuals taken as given, so that d(x) fits and does not excuse.
+    """Loss of d(x): equation 9 negated, its residuals detached, so that d(x) fits them and does not excuse them.
 
     Divided by 2C, the Fisher information of log d: whatever the number of outputs, a step is a natural one.
     """

@@ -44,14 +44,14 @@ def broken(state: RunState, trouble: str, number: int, *, in_data: bool = False)
 
 
 def in_data(state: RunState, x: Tensor, y: Tensor) -> str:
-    """What is not finite in a batch; empty where nothing is. All processes of a run come here together."""
+    """Name the part of a batch that is not finite; empty where all is. Collective: all processes of a run call it."""
     return _first(state, _in_data(x, y))
 
 
 def diagnose(state: RunState, x: Tensor, y: Tensor) -> str:
-    """Run a step of an unhealthy run once more and name what is not finite; empty where nothing is.
+    """Repeat a step of an unhealthy run and name what is not finite; empty where nothing is.
 
-    All processes of a run come here together, and return what the first of them finds that finds something.
+    Collective: all processes of a run call it, and return what the first one that finds something found.
     """
     trouble = _first(state, find(state))
     if trouble:
@@ -65,7 +65,7 @@ def diagnose(state: RunState, x: Tensor, y: Tensor) -> str:
 
 
 def _first(state: RunState, text: str) -> str:
-    """The first text of all processes that says something."""
+    """The first text of all processes that is not empty."""
     return next(filter(None, state.place.everyone.texts(text)), "")
 
 
@@ -86,7 +86,7 @@ def _in_step(state: RunState, losses: Tensor) -> str:
 
 
 def find(state: RunState) -> str:
-    """What is not finite in the gates, weights, momentum or buffers as they stand; empty where nothing is."""
+    """Name the gates, weights, momentum or buffers that are not finite; empty where all are."""
     own = state.place.own
     for number, row in zip(own, state.latents.logits, strict=True):
         if not _finite(row):
@@ -111,7 +111,7 @@ def constant_loss(targets: Tensor) -> float:
 
 
 def learned_nothing(losses: Sequence[float], targets: Tensor, budget: float | None) -> str:
-    """Says so where a training's last epoch was no better than one answer to everything; empty where it was.
+    """A warning where the last epoch was no better than a constant prediction; empty where it was.
 
     Where all targets are equal that answer is right, and there is nothing to learn.
     """

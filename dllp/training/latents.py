@@ -27,7 +27,7 @@ class Latents:
     """Gate logits, slab precisions, noise and multipliers of n particles with U gates in L modules.
 
     Args:
-        gating: What the gates rule; None where there are none.
+        gating: The units that gates open and close; None in a dense run.
         config: A resolved configuration.
         rows: (n, P) particles, for shape, device and dtype.
         num_data: N, the labels of the training set, or the numbers that a regression observes.
@@ -69,7 +69,7 @@ class Latents:
 
     @property
     def learned(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What Adam changes: gate logits, slab precisions, noise; the last two as logarithms."""
+        """The tensors that Adam changes: gate logits, and the logarithms of slab precisions and noise."""
         return self.logits, self.log_slab, self.log_d
 
     def relaxed(self, temperature: Tensor) -> Tensor:
