@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import dllp
 from dllp import ConfigError, DataError, StructureError
-from dllp.runs.checkpoints import Checkpoints
 from tests.support.short_runs import config, images, network, snapshot
 
 
@@ -250,13 +249,6 @@ def test_a_filter_fn_says_yes_or_no(granularity: str) -> None:
             dllp.prune(network(), images(), config(granularity=granularity), filter_fn=cast(Any, wrong))
     yes = cast(Any, lambda module, name: np.bool_(True))
     assert dllp.prune(network(), images(), config(keep_flops=0.9, granularity=granularity), filter_fn=yes).widths
-
-
-@pytest.mark.parametrize("name", [3, None, b"run"])
-def test_folders_are_named_by_text(name: Any) -> None:
-    for call in (lambda: dllp.load(name, network()), lambda: Checkpoints(name)):
-        with pytest.raises(dllp.ArtifactError, match=r"is no name of a file or folder: give a text or a pathlib.Path"):
-            call()
 
 
 def test_a_network_without_parameters() -> None:
