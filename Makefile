@@ -31,7 +31,7 @@ demo: $(STAMP) ## Prune a small network on embedded data to 20% of its FLOPs
 	$(BIN)/dllp prune --data digits --model small_cnn --keep-flops 0.2 --particles 2 --granularity channel --out runs/demo --overwrite
 
 test: lint types layers ## Lint, types, layers, and all tests but the slow ones, with coverage
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" --cov --cov-report=term --cov-fail-under=90
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" --cov --cov-report=term --cov-fail-under=95
 
 test-slow: $(STAMP) ## The tests that take minutes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow
