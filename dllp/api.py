@@ -1,4 +1,4 @@
-"""The verbs: prune a network, or train it dense by the same recipe."""
+"""The verbs: prune a network, or train it dense with the same settings; and the Result of a run."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def train_dense(
     checkpoints: Checkpoints | None = None,
     ranks: Ranks | None = None,
 ) -> Result:
-    """Train the unpruned network by the same recipe, without gates, prior and Stein term: what to compare with."""
+    """Train the unpruned network with the same settings, without gates, prior and Stein term: the baseline."""
     config, ranks = _resolved(config, checkpoints), ranks or Ranks()
     batches, example, structure = ranks.together(lambda: prepare(model, data, config, None, ranks, channels=False))
     place = _placed(ranks, config, batches, model, example)

@@ -152,8 +152,8 @@ class Schedule:
         epochs: Passes over the training data, in one run without fine-tuning.
         open_until, ramp_until, discrete_at: Progress in [0, 1] at which gates start to close, the budget
             ramp reaches its target, and gates become discrete and the network is sliced.
-        draw_gates: Draw the relaxed gates in each step, or take their medians: single weights tell their gates too
-            little to be heard through the noise of all the others.
+        draw_gates: Draw the relaxed gates in each step, or take their medians, the default for single weights: the
+            gradient of one weight's gate would drown in the noise of all the others.
         mean_weight: Share of the cross-entropy that is taken to the mean prediction of all particles, held fixed,
             instead of the labels; for classification.
         patience: Stop early when the training loss has not improved for this many epochs after
