@@ -1,7 +1,7 @@
 """The state of a run: its networks, what is learned beside their weights, and how far it is.
 
-A run has three phases. `open`: every gate is 1 and the networks train as dense ones. `soft`: gates are relaxed and their
-logits follow the objective and the budget's multiplier. `discrete`: the gates are decided, channel-gated networks
+A run has three phases. `open`: every gate is 1 and the networks train as dense ones. `soft`: gates are relaxed and
+their logits follow the objective and the budget's multiplier. `discrete`: the gates are decided, channel-gated networks
 are sliced, and the same run goes on in the small shape.
 
 Steps, snapshots, health checks and other methods of pruning are functions of this state.
