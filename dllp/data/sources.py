@@ -15,7 +15,7 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from dllp.errors import DataError
 MAX_IMAGE_BYTES = 2**28
 """Most bytes of one encoded image."""
 BLOCK = 512
+EXTENDED = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME)
 MAX_EXTENDED_HEADER = 2**16
 """Most bytes of an extended tar header: it holds a name and a few times."""
 LABEL_BYTES = 16
@@ -71,11 +72,10 @@ class Sources:
         if self.size[i] < 0:
             return path
         try:
-            with files.open_plain(Path(path), DataError) as file:
-                header = _header(file, path, offset - BLOCK)
-        except DataError:
-            header = None
-        return f"{path}:{f'byte {offset}' if header is None else header.name}"
+            header = files.read_part(path, offset - BLOCK, BLOCK, BLOCK, DataError)
+            return f"{path}:{tarfile.TarInfo.frombuf(header, 'utf-8', 'surrogateescape').name}"
+        except (DataError, tarfile.TarError):
+            return f"{path}:byte {offset}"
 
     def read(self, i: int) -> bytes:
         """The encoded image."""
@@ -140,14 +140,6 @@ def scan(root: Path, folder: str) -> list[os.DirEntry[str]]:
 # ---- tar shards
 
 
-class Member(NamedTuple):
-    """One file of a shard: its bytes are at `offset`."""
-
-    name: str
-    offset: int
-    size: int
-
-
 def find_shards(folder: Path) -> dict[str, list[Path]]:
     """Shards of each split, in the order of their names."""
     splits: dict[str, list[Path]] = {}
@@ -166,6 +158,24 @@ def from_shards(root: Path, paths: list[Path]) -> tuple[Sources, np.ndarray]:
     return replace(from_files(root, [path.name for path in paths]), file=file, offset=offset, size=size), label
 
 
+class _Header(tarfile.TarInfo):
+    """A checked tar header: tarfile alone takes a damaged one for the archive's end, and extended ones of any size."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        try:
+            return super().fromtarfile(archive)
+        except (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError) as error:
+            raise DataError(str(error)) from None
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type in EXTENDED and not 0 <= self.size <= MAX_EXTENDED_HEADER:
+            raise DataError(f"an extended header of {self.size} bytes")
+        if self.type not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE, *EXTENDED):
+            raise DataError(f"{self.name[:200]!r} is no plain file")
+        return super()._proc_member(archive)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def _index_shard(path: Path) -> np.ndarray:
     """(N, 3) int64: offset, size and label of every image of a shard."""
     images: dict[str, tuple[int, int]] = {}
@@ -178,9 +188,10 @@ def _index_shard(path: Path) -> np.ndarray:
             if "." + suffix.lower() in SUFFIXES:
                 if key in images:
                     raise DataError(f"{path} holds two images called {stem[:200]!r}: give each its own key")
-                images[key] = member.offset, member.size
+                images[key] = member.offset_data, member.size
             elif suffix.lower() == "cls":
-                labels[key] = _label(file, path, member)
+                file.seek(member.offset_data)
+                labels[key] = _label(file.read(min(member.size, LABEL_BYTES + 1)), f"{path}: {member.name[-200:]!r}")
     for key in images:
         if key not in labels:
             raise DataError(f"{path}: image {key[-200:]!r} has no .cls beside it: add one with the number of its class")
@@ -189,58 +200,23 @@ def _index_shard(path: Path) -> np.ndarray:
     return np.array([(*place, labels[key]) for key, place in images.items()], np.int64)
 
 
-def _members(file: BinaryIO, path: Path) -> Iterator[Member]:
-    """Every plain file of an uncompressed tar archive; each size is checked against that of the archive.
-
-    Python's tarfile would take a damaged header for the archive's end, and read an extended header of any size.
-    """
+def _members(file: BinaryIO, path: Path) -> Iterator[tarfile.TarInfo]:
+    """Every plain file of an uncompressed tar archive; each size is checked against that of the archive."""
     end = os.fstat(file.fileno()).st_size
-    place, name = 0, ""
-    while (header := _header(file, path, place)) is not None:
-        place += BLOCK
-        if not 0 <= header.size <= end - place:
-            raise DataError(f"{path} is damaged at byte {place - BLOCK}: a member of {header.size} bytes does not fit")
-        if header.type in (tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME):
-            name = _long_name(file, path, header.size, header.type)
-        elif header.type in (tarfile.REGTYPE, tarfile.AREGTYPE):
-            yield Member(name or header.name, place, header.size)
-            name = ""
-        elif header.type not in (tarfile.DIRTYPE, tarfile.XGLTYPE):
-            raise DataError(f"{path} holds {header.name[:200]!r}, which is no plain file: leave out links and devices")
-        place += -(-header.size // BLOCK) * BLOCK
-
-
-def _header(file: BinaryIO, path: Path | str, place: int) -> tarfile.TarInfo | None:
-    """The header at a place; None at the archive's end."""
     try:
-        file.seek(place)
-        return tarfile.TarInfo.frombuf(file.read(BLOCK), "utf-8", "surrogateescape")
-    except (tarfile.EOFHeaderError, tarfile.EmptyHeaderError):  # type: ignore[attr-defined]
-        return None
-    except (tarfile.TarError, ValueError) as error:
-        raise DataError(f"{path} is damaged at byte {place} ({error}): write the shard anew, uncompressed") from None
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from None
+        with tarfile.open(fileobj=file, mode="r:", tarinfo=_Header) as shard:
+            while (member := shard.next()) is not None:
+                shard.members.clear()
+                if not 0 <= member.size <= end - member.offset_data or member.issparse():
+                    raise DataError(f"member of {member.size} bytes does not fit")
+                if member.isreg():
+                    yield member
+    except Exception as error:  # a damaged archive can raise almost anything
+        raise DataError(f"{path} is damaged ({error}): write the shard anew, uncompressed") from None
 
 
-def _long_name(file: BinaryIO, path: Path, size: int, kind: bytes) -> str:
-    """The name that an extended header gives to the member after it; empty where it gives none."""
-    if size > MAX_EXTENDED_HEADER:
-        raise DataError(f"{path} has an extended header of {size} bytes: at most {MAX_EXTENDED_HEADER} are read")
-    content = file.read(size)
-    if kind == tarfile.GNUTYPE_LONGNAME:
-        return content.rstrip(b"\0").decode("utf-8", "surrogateescape")
-    if re.search(rb"(?:^|\n)\d+ (?:size|GNU\.sparse[^=]*)=", content):
-        raise DataError(f"{path} holds a sparse member or one above 8 GiB: no image is, write the shard anew")
-    match = re.search(rb"(?:^|\n)\d+ path=([^\n]*)\n", content)
-    return match[1].decode("utf-8", "surrogateescape") if match else ""
-
-
-def _label(file: BinaryIO, path: Path, member: Member) -> int:
-    file.seek(member.offset)
-    text = file.read(min(member.size, LABEL_BYTES + 1)).strip()
+def _label(text: bytes, place: str) -> int:
+    text = text.strip()
     if not text.isdigit() or len(text) > LABEL_BYTES or int(text) >= MAX_CLASSES:
-        raise DataError(
-            f"{path}: {member.name[-200:]!r} holds {text!r}: the number of a class is needed, below {MAX_CLASSES}"
-        )
+        raise DataError(f"{place} holds {text!r}: the number of a class is needed, below {MAX_CLASSES}")
     return int(text)
