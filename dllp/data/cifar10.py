@@ -6,9 +6,7 @@ not unpacked on disk, and the python version's pickles are parsed as plain value
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import io
 import os
 import pickletools
 import tarfile
@@ -31,8 +29,8 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 SIDE = 32
 PIXELS = 3 * SIDE * SIDE
 MEAN, STD = (0.49140, 0.48216, 0.44653), (0.24703, 0.24349, 0.26159)
-MEMBER_LIMIT, ARCHIVE_LIMIT = 40 * 2**20, 200 * 2**20
-"""Most bytes of a member of an archive, and of a whole archive unpacked: the official ones have 31 and 187 MB."""
+MEMBER_LIMIT = 40 * 2**20
+"""Most bytes of an extracted file: the official ones have 31 MB."""
 
 Arrays = tuple[np.ndarray, np.ndarray]
 """Images uint8 (n, 3, 32, 32) and labels (n,)."""
@@ -104,56 +102,24 @@ def _read_npy(folder: Path) -> list[Arrays]:
 
 def read_folder(folder: Path, version: Version) -> list[Arrays]:
     """Each member of an extracted archive."""
-    batches = []
-    for name in version.members():
-        try:
-            content = files.read_bytes(folder / name, MEMBER_LIMIT, DataError)
-        except DataError as error:
-            raise DataError(f"{error}: extract {version.archive} again") from None
-        batches.append(version.decode(content, str(folder / name)))
-    return batches
+    paths = [folder / name for name in version.members()]
+    try:
+        contents = [files.read_bytes(path, MEMBER_LIMIT, DataError) for path in paths]
+    except DataError as error:
+        raise DataError(f"{error}: extract {version.archive} again") from None
+    return [version.decode(content, str(path)) for content, path in zip(contents, paths, strict=True)]
 
 
 def read_archive(path: Path, version: Version) -> list[Arrays]:
-    """Each member of the archive itself, read in memory by exact name: nothing is extracted."""
-    wanted = {f"{version.folder}/{name}": name for name in version.members()}
-    found: dict[str, Arrays] = {}
+    """Each member of an archive whose checksum was verified, read in memory: nothing is extracted."""
+    names = [f"{version.folder}/{name}" for name in version.members()]
     try:
-        with (
-            files.open_plain(path, DataError) as packed,
-            gzip.GzipFile(fileobj=packed) as unpacked,
-            tarfile.open(fileobj=cast("io.BytesIO", _Limited(unpacked)), mode="r|") as tar,
-        ):
-            for member in tar:
-                name = wanted.get(member.name)
-                if name is None:
-                    continue
-                file = tar.extractfile(member) if member.isreg() and member.size <= MEMBER_LIMIT else None
-                if file is None:
-                    raise DataError(f"{member.name} in {path} is no plain file of the expected size: get it again")
-                found[name] = version.decode(file.read(), f"{path}:{member.name}")
-    except DataError:
-        raise
+        with tarfile.open(path, "r|gz") as tar:
+            found = {member.name: tar.extractfile(member).read() for member in tar if member.name in names}  # type: ignore
+        contents = [found[name] for name in names]
     except Exception as error:  # a damaged archive can raise almost anything
         raise DataError(f"{path} is no readable archive ({error}): delete it and get it again") from None
-    missing = [name for name in version.members() if name not in found]
-    if missing:
-        raise DataError(f"{path} lacks {missing[0]}: delete it and get it again")
-    return [found[name] for name in version.members()]
-
-
-class _Limited:
-    """A stream that raises once more than ARCHIVE_LIMIT bytes come out of an archive."""
-
-    def __init__(self, file: gzip.GzipFile) -> None:
-        self.file, self.left = file, ARCHIVE_LIMIT
-
-    def read(self, size: int) -> bytes:
-        content = self.file.read(min(size, self.left + 1))
-        self.left -= len(content)
-        if self.left < 0:
-            raise OSError(f"more than {ARCHIVE_LIMIT} bytes are packed into it")
-        return content
+    return [version.decode(content, f"{path}:{name}") for content, name in zip(contents, names, strict=True)]
 
 
 # ---- the content of a member
