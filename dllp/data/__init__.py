@@ -9,8 +9,17 @@ from typing import Any
 import torch
 
 from dllp.data import cifar10, image_folder, npy, sources
-from dllp.data.arrays import ArrayData, Augment, Batches, holdout, stratified
-from dllp.data.checks import check_finite, check_labels, from_pair, validate
+from dllp.data.arrays import (
+    ArrayData,
+    Augment,
+    Batches,
+    check_finite,
+    check_labels,
+    from_pair,
+    holdout,
+    stratified,
+    validate,
+)
 from dllp.data.cifar10 import Progress
 from dllp.data.loaders import LoaderBatches
 from dllp.data.reader import check_workers
@@ -144,27 +153,21 @@ def _load_folder(path: Path, image_size: int | None, options: dict[str, Any]) ->
         train, test, classes = npy.load(path)
         _check_side(str(path), image_size, *train.shape[1:])
         return Dataset(str(path), train, test, classes)
-    in_memory, size = False, (0, 0)
-    if sources.find_shards(path):
-        found = image_folder.find_shards(path)
-    elif (path / "train").is_dir():
-        found = image_folder.find_class_folders(path)
-        size = (image_size, image_size) if image_size else image_folder.first_size(found.splits["train"][0])
-        from_originals = options["augment"] == "resized-crop" and image_size is not None
-        in_memory = not from_originals and len(found) * 3 * size[0] * size[1] <= IN_MEMORY
-    else:
-        raise DataError(
-            f"{path} holds neither train/<class>/ folders, nor train-000000.tar, nor {', '.join(npy.FILES)}: "
-            "add one of the three"
-        )
+    splits, classes = image_folder.find(path)
+    count = sum(len(y) for _, y in splits.values())
+    in_memory, size = False, (image_size or 0, image_size or 0)
+    if not sources.find_shards(path) and (image_size is None or options["augment"] != "resized-crop"):
+        size = size if image_size else image_folder.first_size(splits["train"][0])
+        in_memory = count * 3 * size[0] * size[1] <= IN_MEMORY
     if in_memory:
         shared = {name: options[name] for name in ("max_bad", "report")}
-        train, test, validation = image_folder.decode(found, size, resize=image_size is not None, **shared)
+        split = image_folder.decode(splits, size, resize=image_size is not None, **shared)
     elif image_size is None:
-        raise DataError(f"the {len(found)} images of {path} are streamed: give their image_size, such as 224")
+        raise DataError(f"the {count} images of {path} are streamed: give their image_size, such as 224")
     else:
-        train, test, validation = image_folder.stream(found, image_size, **options)
-    return Dataset(str(path), train, test, found.classes, validation)
+        split = image_folder.stream(splits, image_size, **options)
+    test, validation = (split["test"], split.get("val")) if "test" in split else (split["val"], None)
+    return Dataset(str(path), split["train"], test, classes, validation)
 
 
 def _check_side(name: str, image_size: int | None, *sides: int) -> None:

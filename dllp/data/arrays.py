@@ -1,17 +1,17 @@
-"""Splits in memory, stratified hold-out splits, and training batches made on the device without worker processes."""
+"""Splits in memory: checks, stratified hold-out, and training batches made on the device without worker processes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dllp.data import augment
+from dllp.data import images
 from dllp.errors import DataError
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ Augment = Literal["none", "crop-flip", "resized-crop"]
 Split = TypeVar("Split", bound="ArrayData | StreamedData")
 CHUNK_ELEMENTS = 2**25
 """Augmentation works on as many batches at once as stay below this, to save kernel launches."""
+CHECKED_ELEMENTS = 2**22
+"""Elements checked for NaN at once: PyTorch's own check takes as much memory again."""
 PART = 4096
 """Most examples of a chunk of :meth:`ArrayData.parts`."""
 MAX_CLASSES = 2**16
@@ -58,9 +60,9 @@ class ArrayData:
             )
         if self.augment not in get_args(Augment):
             raise DataError(f"augment = {self.augment!r} is unknown: choose {', '.join(get_args(Augment))}")
-        if self.augment != "none" and (self.x.ndim != 4 or min(self.x.shape[2:]) <= augment.PADDING):
+        if self.augment != "none" and (self.x.ndim != 4 or min(self.x.shape[2:]) <= images.PADDING):
             raise DataError(
-                f"augment = {self.augment} needs images larger than {augment.PADDING} pixels, not inputs of shape "
+                f"augment = {self.augment} needs images larger than {images.PADDING} pixels, not inputs of shape "
                 f"{tuple(self.x.shape[1:])}: use augment = none"
             )
 
@@ -149,7 +151,7 @@ class Batches:
         rng = generator(self.seed, 2, epoch)
         order = torch.randperm(self.num_examples, generator=rng)
         place = self._draw(rng).to(self.device)
-        flip = augment.flips(self._phase, epoch)[order].to(self.device)
+        flip = images.flips(self._phase, epoch)[order].to(self.device)
         order = order.to(self.device)
         size = self.batch_size
         stride = max(1, CHUNK_ELEMENTS // (size * self.data.x[0].numel())) * size
@@ -163,14 +165,14 @@ class Batches:
     def _draw(self, rng: torch.Generator) -> Tensor:
         """(N, ...): the random crop of each image of an epoch."""
         if self.data.augment == "resized-crop":
-            return augment.random_boxes(self.num_examples, rng, *self.data.shape[1:])
-        return augment.crop_offsets(self.num_examples, rng)
+            return images.random_boxes(self.num_examples, rng, *self.data.shape[1:])
+        return images.crop_offsets(self.num_examples, rng)
 
     def _gather(self, index: Tensor, place: Tensor, flip: Tensor) -> Tensor:
         if self.data.augment == "crop-flip":
-            x = augment.crop_flip(self.data.x, index, place, flip)
+            x = images.crop_flip(self.data.x, index, place, flip)
         elif self.data.augment == "resized-crop":
-            x = augment.resized_crop(self.data.x, index, place, flip)
+            x = images.resized_crop(self.data.x, index, place, flip)
         else:
             x = self.data.x[index]
         return x.contiguous(memory_format=torch.channels_last) if self.channels_last else x
@@ -199,7 +201,7 @@ def channel_statistics(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]
 
 def default_augment(x: Tensor) -> Augment:
     """Crop and flip colour images; grey ones may be writing, which a mirror makes wrong."""
-    return "crop-flip" if x.shape[1] == 3 and min(x.shape[2:]) > augment.PADDING else "none"
+    return "crop-flip" if x.shape[1] == 3 and min(x.shape[2:]) > images.PADDING else "none"
 
 
 def holdout(data: Split, size: float | int, seed: int = 0) -> tuple[Split, Split]:
@@ -230,3 +232,88 @@ def stratified(y: Tensor, count: int, seed: int) -> Tensor:
     take[largest[: count - int(take.sum())]] += 1
     labels = y[order]
     return torch.cat([order[labels == c][: int(n)] for c, n in enumerate(take)])
+
+
+# ---- pairs of arrays, and checks before training
+
+
+def from_pair(
+    x: Any,
+    y: Any,
+    *,
+    mean: tuple[float, ...] | None = None,
+    std: tuple[float, ...] | None = None,
+    augment: Augment = "none",
+    integers: bool = False,
+    learned: bool = True,
+) -> ArrayData:
+    """Data from two tensors or arrays.
+
+    Inputs are (N, C, H, W) or (N, F) and stay uint8 or become float32; with `integers` other integers become int64.
+    Labels are converted by :func:`as_targets`. Training data (`learned`) is validated; a test set may have one class.
+    """
+    x, given = _tensor(x, "inputs"), _tensor(y, "labels")
+    y = as_targets(given)
+    if x.ndim < 2:
+        raise DataError(f"inputs of shape {tuple(x.shape)}: give (examples, features) or (examples, channels, ...)")
+    if x.dtype != torch.uint8:
+        x = x.long() if integers and is_integer(x) else x.float()
+    data = ArrayData(x, y, mean, std, augment, tuple(given.shape[1:]) if given.is_floating_point() else ())
+    if learned:
+        validate(data)
+    return data
+
+
+def as_targets(y: Tensor) -> Tensor:
+    """Integers or booleans (N,) or (N, 1) -> int64 classes (N,); real numbers (N, ...) -> float32 targets (N, K)."""
+    if y.is_floating_point():
+        return y.float().reshape(len(y), -1) if len(y) else y.float()
+    return y.squeeze(1).long() if y.ndim == 2 else y.long()
+
+
+def validate(data: ArrayData, num_classes: int | None = None, place: str = "the data") -> None:
+    """Raise a DataError for data that cannot be trained on; `num_classes` is the width of the network's output."""
+    if len(data) == 0:
+        raise DataError(f"{place} is empty: at least one example is needed")
+    check_finite(data.x, f"inputs of {place}")
+    if not data.is_classification:
+        check_finite(data.y, f"targets of {place}")
+        return
+    check_labels(data.y, num_classes, place)
+    if bool((data.y == data.y[0]).all()):
+        raise DataError(f"{place} holds one class only ({int(data.y[0])}): at least two are needed")
+
+
+def check_labels(y: Tensor, num_classes: int | None = None, place: str = "the data") -> None:
+    """Raise unless `y` (N,) holds int64 in [0, num_classes)."""
+    if y.dtype != torch.int64:
+        raise DataError(f"labels of {place} are {y.dtype}: int64 classes are needed (labels.long())")
+    if y.ndim != 1:
+        raise DataError(f"labels of {place} have shape {tuple(y.shape)}: give one integer class for each example")
+    low, high = (int(v) for v in y.aminmax())
+    if low < 0:
+        raise DataError(f"label {low} in {place} is negative: classes count from 0")
+    if num_classes == 1:
+        raise DataError(f"the network has one output for the classes of {place}: it needs one for each, two at least")
+    if num_classes is not None and high >= num_classes:
+        raise DataError(f"label {high} in {place} is out of range for {num_classes} classes: use 0..{num_classes - 1}")
+
+
+def check_finite(x: Tensor, place: str) -> None:
+    """Raise where a floating-point tensor holds NaN or infinity, naming the first such example."""
+    if not x.is_floating_point() or not x.numel():
+        return
+    rows = max(1, CHECKED_ELEMENTS // x[0].numel())
+    if not all(bool(torch.isfinite(part).all()) for part in x.split(rows)):
+        bad = int((~torch.isfinite(x.reshape(len(x), -1))).any(1).nonzero()[0])
+        raise DataError(f"NaN or infinity in the {place}, first in example {bad}: clean the data before training")
+
+
+def _tensor(value: Any, what: str) -> Tensor:
+    try:
+        if not isinstance(value, Tensor):
+            array = np.ascontiguousarray(value)
+            value = torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))  # PyTorch knows no other
+    except (TypeError, ValueError):
+        raise DataError(f"{what} of type {type(value).__name__} are no numbers: give a tensor or an array") from None
+    return value.detach()

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import io
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
 from dllp import files
-from dllp.data import images, reader, sources
+from dllp.data import images, npy, reader, sources
 from dllp.data.arrays import ArrayData, Augment, channel_statistics, default_augment
 from dllp.data.sources import Sources
 from dllp.data.stream import StreamedData
 from dllp.data.unreadable import MAX_BAD, Report, Unreadable, UnreadableImages, shortened
 from dllp.errors import DataError
 
+SPLITS = ("train", "val", "test")
 CLASS_NAMES = "classes.txt"
 """Beside shards: the name of each class, one on a line, in the order of their numbers."""
 CLASS_NAMES_BYTES = 2**22
@@ -33,55 +35,38 @@ LARGE = 2**24
 ALONE = threading.Lock()
 
 
-@dataclass(frozen=True)
-class ImageSplits:
-    """Images and labels (N,) of each split of a data set, by name; `train` is always among them."""
-
-    splits: dict[str, tuple[Sources, torch.Tensor]]
-    classes: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return sum(len(place) for place, _ in self.splits.values())
+Splits = dict[str, tuple[Sources, torch.Tensor]]
+"""Images and labels (N,) of `train` and of `val` or `test` or both."""
 
 
-Parts = tuple[ArrayData | StreamedData, ArrayData, ArrayData | None]
-"""(train, test, validation); validation is val where there is a test split too, else None."""
-
-
-def find_class_folders(folder: Path) -> ImageSplits:
-    """train/<class>/* and val or test/<class>/*; a class that is missing in train is an error."""
-    present = [name for name in ("train", "val", "test") if (folder / name).is_dir()]
-    parts = {name: sources.from_class_folders(folder, name) for name in present}
-    if len(parts) < 2:
-        raise DataError(f"{folder} has neither val/ nor test/ beside train/: put <class>/*.png folders into one")
-    classes = tuple(parts["train"][1])
-    if len(classes) < 2:
-        raise DataError(f"{folder / 'train'} holds {len(classes)} class folders: at least two are needed")
-    number = {c: k for k, c in enumerate(classes)}
-    splits = {}
-    for name, (place, counts) in parts.items():
-        extra = sorted(set(counts) - set(classes))
-        if extra:
-            raise DataError(f"class {extra[0]!r} of {folder / name} is missing in {folder / 'train'}: add or remove it")
-        splits[name] = place, torch.from_numpy(np.repeat([number[c] for c in counts], list(counts.values())))
-    return ImageSplits(splits, classes)
-
-
-def find_shards(folder: Path) -> ImageSplits:
-    """train-*.tar and val- or test-*.tar; a class that is missing in train is an error."""
-    paths = sources.find_shards(folder)
-    if "train" not in paths or len(paths) < 2:
-        raise DataError(f"{folder} needs train-000000.tar, ... and val-000000.tar, ... (or test-): write both")
-    parts = {name: sources.from_shards(folder, shards) for name, shards in paths.items()}
-    splits = {name: (place, torch.from_numpy(y)) for name, (place, y) in parts.items()}
-    known = splits["train"][1].unique()
+def find(folder: Path) -> tuple[Splits, tuple[str, ...]]:
+    """Splits and classes of train/<class>/* or train-*.tar, and val or test beside it; train must have every class."""
+    shards = sources.find_shards(folder)
+    names = [name for name in SPLITS if (name in shards if shards else (folder / name).is_dir())]
+    if "train" not in names or len(names) < 2:
+        raise DataError(
+            f"{folder} holds {' and '.join(names) or 'no splits'}: give train/<class>/ and val/<class>/ (or test/), or "
+            f"train-000000.tar and val-000000.tar (or test-), or {', '.join(npy.FILES)}"
+        )
+    if shards:
+        parts = {name: sources.from_shards(folder, shards[name]) for name in names}
+        classes = _class_names(folder, 1 + max(int(y.max()) for _, y in parts.values()))
+    else:
+        found = {name: sources.from_class_folders(folder, name) for name in names}
+        classes = tuple(sorted({c for _, counts in found.values() for c in counts}))
+        number = {c: k for k, c in enumerate(classes)}
+        parts = {
+            name: (place, np.repeat([number[c] for c in counts], list(counts.values())))
+            for name, (place, counts) in found.items()
+        }
+    known = np.unique(parts["train"][1])
     if len(known) < 2:
-        raise DataError(f"the shards train-*.tar in {folder} hold one class only: at least two are needed")
-    for name, (_, y) in splits.items():
-        extra = y[~torch.isin(y, known)]
+        raise DataError(f"the training images in {folder} are of one class only: at least two are needed")
+    for name, (_, y) in parts.items():
+        extra = np.setdiff1d(y, known)
         if len(extra):
-            raise DataError(f"class {int(extra[0])} of {name}-*.tar in {folder} is missing in train-*.tar: add it")
-    return ImageSplits(splits, _class_names(folder, int(known.max()) + 1))
+            raise DataError(f"class {classes[extra[0]]!r} of {name} in {folder} is missing in train: add or remove it")
+    return {name: (place, torch.from_numpy(y)) for name, (place, y) in parts.items()}, classes
 
 
 def _class_names(folder: Path, count: int) -> tuple[str, ...]:
@@ -96,41 +81,38 @@ def _class_names(folder: Path, count: int) -> tuple[str, ...]:
 
 
 def stream(
-    found: ImageSplits, image_size: int, *, augment: Augment | None = None, workers: int | None = None,
+    splits: Splits, image_size: int, *, augment: Augment | None = None, workers: int | None = None,
     max_bad: str | float = MAX_BAD, report: Report | None = None,
-) -> Parts:  # fmt: skip
+) -> dict[str, Any]:  # fmt: skip
     """Training images stay on disk and are streamed, the others are decoded once."""
     split = {
         name: StreamedData(
             place, y, image_size, UnreadableImages(len(place), max_bad, report), augment="none", workers=workers
         )
-        for name, (place, y) in found.splits.items()
+        for name, (place, y) in splits.items()
     }
     train = split["train"]
     count = min(SAMPLE, len(train))
     mean, std = channel_statistics(train.subset(torch.arange(count) * len(train) // count).decoded().x)
     split = {name: replace(part, mean=mean, std=std) for name, part in split.items()}
     held = {name: part.decoded() for name, part in split.items() if name != "train"}
-    train = replace(split["train"], augment=augment or "resized-crop")
-    return train, held["test" if "test" in held else "val"], held.get("val") if "test" in held else None
+    return held | {"train": replace(split["train"], augment=augment or "resized-crop")}
 
 
 def decode(
-    found: ImageSplits, size: tuple[int, int], *, resize: bool = False, max_bad: str | float = MAX_BAD,
-    report: Report | None = None,
-) -> Parts:  # fmt: skip
+    splits: Splits, size: tuple[int, int], *, resize: bool, max_bad: str | float = MAX_BAD, report: Report | None = None
+) -> dict[str, Any]:
     """All images decoded into memory as RGB and normalised by the statistics of the training images.
 
     With `resize` all are resized (bilinear) to `size`, width and height; without it all must have that size already.
     """
     loaded: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    for name, (place, y) in found.splits.items():
+    for name, (place, y) in splits.items():
         pixels, read = _decode(place, size, UnreadableImages(len(place), max_bad, report), resize)
         loaded[name] = pixels, y[read]
     mean, std = channel_statistics(loaded["train"][0])
     split = {name: ArrayData(x, y, mean, std) for name, (x, y) in loaded.items()}
-    train = replace(split["train"], augment=default_augment(split["train"].x))
-    return train, split["test" if "test" in split else "val"], split.get("val") if "test" in split else None
+    return split | {"train": replace(split["train"], augment=default_augment(split["train"].x))}
 
 
 def decode_folder(folder: Path, size: tuple[int, int], max_bad: str | float = 0.0) -> torch.Tensor:
@@ -167,33 +149,25 @@ def _decode(
         )
     pixels = np.empty((len(found), 3, height, width), np.uint8)
 
-    def fill(start: int) -> list[tuple[int, str]]:
-        """Decode the images from `start` on; returns unreadable ones."""
-        failed = []
-        for i in range(start, min(start + THREAD_CHUNK, len(found))):
-            try:
-                pixels[i] = images.as_array(_decode_one(found, i, size, resize)).transpose(2, 0, 1)
-            except Unreadable as error:
-                failed.append((i, str(error)))
-        return failed
+    def fill(i: int) -> str:
+        """Decode one image; returns the reason where that cannot be done."""
+        try:
+            image = images.open_image(io.BytesIO(found.read(i)))
+            if image.size != size and not resize:
+                raise DataError(
+                    f"{found.path(i)} is {image.width}x{image.height} but others are {width}x{height}: "
+                    "give image_size to resize them all"
+                )
+            with ALONE if image.width * image.height > LARGE else nullcontext():
+                image = images.to_rgb(image)
+                image = image if image.size == size else image.resize(size, Image.Resampling.BILINEAR)
+            pixels[i] = images.as_array(image).transpose(2, 0, 1)
+        except Unreadable as error:
+            return str(error)
+        return ""
 
-    with images.warnings_ignored(), ThreadPoolExecutor(reader.cores()) as pool:
-        failed = {i: reason for some in pool.map(fill, range(0, len(found), THREAD_CHUNK)) for i, reason in some}
-    unreadable.add((found.name(i), reason) for i, reason in failed.items())
-    read = [i for i in range(len(found)) if i not in failed]
-    for k, i in enumerate(read):
-        if k != i:
-            pixels[k] = pixels[i]
-    return torch.from_numpy(pixels[: len(read)]), torch.tensor(read, dtype=torch.int64)
-
-
-def _decode_one(found: Sources, i: int, size: tuple[int, int], resize: bool) -> Image.Image:
-    image = images.open_image(io.BytesIO(found.read(i)))
-    if image.size != size and not resize:
-        raise DataError(
-            f"{found.path(i)} is {image.width}x{image.height} but others are {size[0]}x{size[1]}: "
-            "give image_size to resize them all"
-        )
-    with ALONE if image.width * image.height > LARGE else nullcontext():
-        image = images.to_rgb(image)
-        return image if image.size == size else image.resize(size, Image.Resampling.BILINEAR)
+    with images.warnings_ignored(), ThreadPool(reader.cores()) as pool:
+        reasons = list(pool.imap(fill, range(len(found)), THREAD_CHUNK))
+    unreadable.add((found.name(i), reason) for i, reason in enumerate(reasons) if reason)
+    read = torch.tensor([i for i, reason in enumerate(reasons) if not reason], dtype=torch.int64)
+    return torch.from_numpy(pixels if len(read) == len(found) else pixels[read.numpy()]), read

@@ -35,8 +35,10 @@ CENTRE = 7 / 8
 """Side of the centre crop that evaluation looks at, in units of the image's shorter side (224 of 256)."""
 AREA, ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)
 """Ranges of a random crop: fraction of the image's area, width over height."""
-SMALL = 2**14
-"""Pixels up to which copying a whole image is faster than cropping it."""
+AREA_IN_MEMORY = (0.25, 1.0)
+"""The same for images in memory: they are small, less of one is no picture any more."""
+PADDING = 4
+"""Pixels by which images in memory are shifted at most."""
 OVERSIZE = 1.5
 """Images are decoded no smaller than this many times their later size: what is lost then cannot be seen."""
 RESIZED_AT_ONCE = 64
@@ -150,9 +152,7 @@ class Crop:
         factor = int(min(right - left, bottom - top) / (OVERSIZE * self.size))
         if factor > 1:
             return as_array(image.reduce(factor, (left, top, right, bottom)))
-        if width * height > SMALL:
-            return as_array(image.crop((left, top, right, bottom)))
-        return as_array(image)[top:bottom, left:right]
+        return as_array(image.crop((left, top, right, bottom)))
 
 
 def _centre(width: int, height: int) -> tuple[float, float, float, float]:
@@ -232,3 +232,61 @@ def triangle_weights(place: Tensor, reach: Tensor, span: int, length: Tensor | N
     if length is not None:
         weights *= old < length[:, None, None]
     return weights.div_(weights.sum(2, keepdim=True))
+
+
+# ---- augmentation of images in memory: batched, on any device
+
+
+def crop_offsets(count: int, generator: torch.Generator) -> Tensor:
+    """(count, 2) vertical and horizontal crop offsets in [-PADDING, PADDING]."""
+    return torch.randint(-PADDING, PADDING + 1, (count, 2), generator=generator)
+
+
+def random_boxes(count: int, generator: torch.Generator, height: int, width: int) -> Tensor:
+    """(count, 4) top, left, height and width of random crops of an image, in pixels."""
+    draws = torch.rand(count, 4, generator=generator, dtype=torch.float64).numpy()
+    wide, high, across, down = torch.from_numpy(crop_boxes(draws, AREA_IN_MEMORY)).unbind(1)
+    unit, longest = (height * width) ** 0.5, ASPECT[1]
+    wide, high = (wide * unit).clamp(max=width), (high * unit).clamp(max=height)
+    wide, high = wide.minimum(high * longest).clamp(min=1), high.minimum(wide * longest).clamp(min=1)
+    return torch.stack([down * (height - high), across * (width - wide), high, wide], dim=1).float()
+
+
+def flips(phase: Tensor, epoch: int) -> Tensor:
+    """(N,) bool, True for mirrored images; every image alternates from its own random `phase`."""
+    return (phase + epoch) % 2 == 1
+
+
+def crop_flip(images: Tensor, index: Tensor, offset: Tensor, flip: Tensor) -> Tensor:
+    """Images (N, C, H, W)[index] shifted by `offset` (B, 2) with reflection at the border, mirrored where `flip` (B,).
+
+    One gather: neither a padded copy of the data nor an intermediate image is made.
+    """
+    _, channels, height, width = images.shape
+    device = images.device
+    rows = _reflect(torch.arange(height, device=device) + offset[:, :1], height)
+    cols = _reflect(torch.arange(width, device=device) + offset[:, 1:], width)
+    cols = torch.where(flip[:, None], cols.flip(1), cols)
+    channel = torch.arange(channels, device=device)
+    return images[index[:, None, None, None], channel[None, :, None, None], rows[:, None, :, None], cols[:, None, None]]
+
+
+def resized_crop(images: Tensor, index: Tensor, box: Tensor, flip: Tensor) -> Tensor:
+    """The crops `box` (B, 4) of images (N, C, H, W)[index] resized to whole images, mirrored where `flip` (B,)."""
+    x = images[index].float()
+    top, left, high, wide = box.unbind(1)
+    rows, columns = _enlarged(top, high, x.shape[2]), _enlarged(left, wide, x.shape[3])
+    columns = torch.where(flip[:, None, None], columns.flip(1), columns)
+    x = rows[:, None] @ x @ columns[:, None].mT
+    return x.to(images.dtype) if images.is_floating_point() else x.round_().clamp_(0, 255).to(images.dtype)
+
+
+def _enlarged(start: Tensor, length: Tensor, size: int) -> Tensor:
+    """(B,) start and length of crops of `size` pixels -> (B, size, size): weight of each old pixel in each new one."""
+    place = (torch.arange(size, device=start.device) + 0.5) * (length / size)[:, None] + start[:, None]
+    return triangle_weights(place, torch.ones_like(start), size)
+
+
+def _reflect(position: Tensor, size: int) -> Tensor:
+    position = position.abs()
+    return torch.where(position >= size, 2 * (size - 1) - position, position)

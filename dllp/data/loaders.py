@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
-from dllp.data.arrays import generator, is_integer
-from dllp.data.checks import as_targets, check_finite, check_labels, check_plain
+from dllp.data.arrays import as_targets, check_finite, check_labels, generator, is_integer
 from dllp.errors import DataError
 
 
@@ -95,8 +94,6 @@ class LoaderBatches:
         x, y = batch
         if not x.ndim or not y.ndim:
             raise DataError(f"{place} is a single example, not a batch: give the DataLoader a batch_size")
-        check_plain(x, f"inputs of {place}")
-        check_plain(y, f"labels of {place}")
         if len(x) != len(y):
             raise DataError(f"{len(x)} inputs but {len(y)} labels in {place}: give one label for each input")
         if x.dtype == torch.uint8:

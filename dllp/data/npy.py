@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from dllp import files
-from dllp.data.arrays import MAX_CLASSES, ArrayData, channel_statistics, default_augment
-from dllp.data.checks import from_pair
+from dllp.data.arrays import MAX_CLASSES, ArrayData, channel_statistics, default_augment, from_pair
 from dllp.errors import DataError
 
 FILES = ("train_x.npy", "train_y.npy", "test_x.npy", "test_y.npy")
@@ -29,14 +28,11 @@ def load(folder: Path) -> tuple[ArrayData, ArrayData, tuple[str, ...]]:
     for name in FILES:
         files.contained(folder, folder / name, DataError)
     train_x, train_y, test_x, test_y = read_arrays(folder)
-    x = _channels_first(train_x)
-    del train_x  # beside its copy it may be most of the memory there is
-    held = _channels_first(test_x)
-    del test_x
+    x, held = _channels_first(train_x), _channels_first(test_x)
     image = x.dtype == torch.uint8
     mean, std = channel_statistics(x) if image else (None, None)
-    train = from_pair(x, train_y, mean=mean, std=std, augment=default_augment(x) if image else "none")
-    test = from_pair(held, test_y, mean=mean, std=std, learned=False)
+    train = from_pair(x, np.array(train_y), mean=mean, std=std, augment=default_augment(x) if image else "none")
+    test = from_pair(held, np.array(test_y), mean=mean, std=std, learned=False)
     if train.is_classification != test.is_classification:
         raise DataError(f"train_y.npy and test_y.npy in {folder} differ in kind: both integers, or both floats")
     one, other = ([size for size in split.target_shape if size > 1] for split in (train, test))
@@ -52,48 +48,36 @@ def load(folder: Path) -> tuple[ArrayData, ArrayData, tuple[str, ...]]:
 
 def _channels_first(x: np.ndarray) -> torch.Tensor:
     if x.dtype != np.uint8:
-        return torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
-    x = x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)
-    return torch.from_numpy(np.ascontiguousarray(x))
+        return torch.from_numpy(np.array(x, np.float32, order="C"))
+    return torch.from_numpy(np.array(x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2), order="C"))
 
 
 def read_arrays(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """train_x, train_y, test_x, test_y; inputs uint8 (N, H, W, C) or (N, H, W), or floats (N, F) or (N, C, H, W)."""
-    headers = {name: _header(folder / name) for name in FILES}
+    """train_x, train_y, test_x, test_y, mapped: uint8 (N, H, W, C) or (N, H, W), or floats (N, F) or (N, C, H, W)."""
+    arrays = {name: _open(folder / name) for name in FILES}
     for part in ("train", "test"):
-        shape, dtype = headers[f"{part}_x.npy"]
-        image = dtype == np.uint8 and (len(shape) == 3 or (len(shape) == 4 and shape[3] in (1, 3)))
-        if not image and not (dtype.kind == "f" and len(shape) in (2, 4)):
+        x, y = arrays[f"{part}_x.npy"], arrays[f"{part}_y.npy"]
+        image = x.dtype == np.uint8 and (x.ndim == 3 or (x.ndim == 4 and x.shape[3] in (1, 3)))
+        if not image and not (x.dtype.kind == "f" and x.ndim in (2, 4)):
             raise DataError(
-                f"{folder / part}_x.npy holds {dtype} of shape {shape}: give uint8 images (N, H, W, 1 or 3) or "
+                f"{folder / part}_x.npy holds {x.dtype} of shape {x.shape}: give uint8 images (N, H, W, 1 or 3) or "
                 "floats (N, F) or (N, C, H, W)"
             )
-        labels, kind = headers[f"{part}_y.npy"]
-        if kind.kind not in "iuf" or not labels or labels[0] != shape[0]:
-            raise DataError(f"{folder / part}_y.npy holds {kind} of shape {labels}: give one number for each input")
-        if 0 in shape or 0 in labels:
-            raise DataError(f"{folder / part}_x.npy or {part}_y.npy is empty: at least one example is needed")
-    if headers["train_x.npy"][0][1:] != headers["test_x.npy"][0][1:]:
+        if y.dtype.kind not in "iuf" or y.shape[:1] != x.shape[:1]:
+            raise DataError(f"{folder / part}_y.npy holds {y.dtype} of shape {y.shape}: give one number for each input")
+    if arrays["train_x.npy"].shape[1:] != arrays["test_x.npy"].shape[1:]:
         raise DataError(f"train_x.npy and test_x.npy in {folder} hold inputs of different shapes: make them equal")
-    a, b, c, d = (_read(folder / name) for name in FILES)
+    a, b, c, d = arrays.values()
     return a, b, c, d
 
 
-def _header(path: Path) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype of the array in `path`; the file's size must be what they say."""
-    with files.open_plain(path, DataError) as file:
-        shape, dtype, _ = read_header(file, os.fstat(file.fileno()).st_size, str(path))
-    return shape, dtype
-
-
-def _read(path: Path) -> np.ndarray:
+def _open(path: Path) -> np.memmap:
+    """The array in `path`, its header checked, its numbers not read yet."""
     with files.open_plain(path, DataError) as file:
         shape, dtype, fortran = read_header(file, os.fstat(file.fileno()).st_size, str(path))
-        try:
-            flat = np.fromfile(file, dtype, count=math.prod(shape))
-        except (OSError, MemoryError) as error:
-            raise DataError(f"cannot read {path}: {error}") from None
-    return flat.reshape(shape, order="F" if fortran else "C")
+        if 0 in shape:
+            raise DataError(f"{path} is empty: at least one example is needed")
+        return np.memmap(file, dtype, "r", file.tell(), shape, "F" if fortran else "C")
 
 
 def read_header(file: BinaryIO, size: int, place: str) -> tuple[tuple[int, ...], np.dtype, bool]:

@@ -27,8 +27,6 @@ from dllp.errors import DataError
 IN_MEMORY = 2**32
 """Bytes up to which decoded images are kept in memory."""
 CHUNK = 64
-CACHED = 2**18
-"""Values normalised at once on a CPU, so that they stay in its cache."""
 
 
 @dataclass(frozen=True)
@@ -234,16 +232,14 @@ class StreamBatches:
         """Normalised float32 of uint8, in the memory layout of the network."""
         if self.device.type != "cpu":
             return (pixels - self._shift).mul_(self._scale).contiguous(memory_format=self.layout)
-        # On one core by numpy: PyTorch's threads would wait for the cores that decode.
+        # By numpy, image by image: its memory comes in huge pages, and PyTorch's threads would wait for decoding cores.
         last = self.layout is torch.channels_last
         x = np.empty(pixels.permute(0, 2, 3, 1).shape if last else pixels.shape, np.float32)
         x = x.transpose(0, 3, 1, 2) if last else x
-        some = max(1, CACHED // x[0].size)
-        for k in range(0, len(x), some):
-            new = x[k : k + some]
-            new[:] = pixels[k : k + some]
-            new -= self._shift.numpy()
-            new *= self._scale.numpy()
+        for new, old in zip(x, pixels.numpy(), strict=True):
+            new[:] = old
+            new -= self._shift[0].numpy()
+            new *= self._scale[0].numpy()
         return torch.from_numpy(x)
 
     def first(self, count: int = 2) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,15 @@ from PIL import Image
 from torch.nn import functional as F
 
 from dllp.data.arrays import ArrayData, Batches, generator
-from dllp.data.augment import AREA, PADDING, crop_flip, crop_offsets, flips, random_boxes, resized_crop
+from dllp.data.images import (
+    AREA_IN_MEMORY,
+    PADDING,
+    crop_flip,
+    crop_offsets,
+    flips,
+    random_boxes,
+    resized_crop,
+)
 
 
 @given(st.integers(5, 9), st.integers(5, 12), st.integers(0, 2**31))
@@ -49,7 +57,12 @@ def test_boxes_have_every_size_shape_and_place():
     top, left, high, wide = random_boxes(5000, generator(0), 32, 40).double().unbind(1)
     assert min(top.min(), left.min()) >= 0 and (top + high).max() < 32 + 1e-4 and (left + wide).max() < 40 + 1e-4
     area, shape = high * wide / (32 * 40), wide / high
-    assert area.max() > 0.95 and AREA[0] <= area.min() < AREA[0] + 0.01 and shape.min() > 0.74 and shape.max() < 1.34
+    assert (
+        area.max() > 0.95
+        and AREA_IN_MEMORY[0] <= area.min() < AREA_IN_MEMORY[0] + 0.01
+        and shape.min() > 0.74
+        and shape.max() < 1.34
+    )
     free = torch.stack([top / (32 - high), left / (40 - wide)])[:, (high < 31) & (wide < 39)]
     assert free.min() < 0.01 and free.max() > 0.99 and abs(float(free.mean()) - 0.5) < 0.02
 

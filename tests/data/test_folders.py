@@ -213,11 +213,11 @@ def test_bad_image_folders(tmp_path):
 
     fails("no data set and no folder is called")
     save_images(tmp_path / "set", ("train",), ("cat",))
-    fails("neither val/ nor test/")
+    fails("holds train: give train/<class>/ and val/<class>/")
     save_images(tmp_path / "set", ("val",), ("cat", "eel"))
-    fails("holds 1 class folders")
+    fails("one class only")
     save_images(tmp_path / "set", ("train",), ("dog",))
-    fails("class 'eel' of .* is missing")
+    fails("class 'eel' of val .* is missing in train")
     save_images(tmp_path / "set", ("train",), ("eel",))
     fails("image_size = 0", image_size=0)
     (tmp_path / "set" / "train" / "dog" / "bad.png").write_bytes(b"no image")
@@ -227,8 +227,9 @@ def test_bad_image_folders(tmp_path):
 
 
 def test_folders_that_are_no_data_set(tmp_path):
-    with pytest.raises(DataError, match="holds neither train/"):
+    with pytest.raises(DataError, match="holds no splits: give train/"):
         data.load(tmp_path)
     (tmp_path / "train").mkdir()
+    (tmp_path / "val").mkdir()
     with pytest.raises(DataError, match="holds no class folders"):
         data.load(tmp_path)

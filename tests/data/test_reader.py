@@ -16,13 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch.utils.data import DataLoader
 
 from dllp.data import StreamBatches, reader, stream
 from dllp.data.images import Crop, resize_all
 from dllp.data.reader import Decoded, Reader, Request
-from dllp.data.sources import from_class_folders
 from dllp.errors import DataError
 from tests.support import pictures
 from tests.support.commands import UNTRACED
@@ -87,16 +85,6 @@ def test_what_a_gpu_resizes_is_what_a_core_does(photographs: Path) -> None:
 def test_nothing_to_resize() -> None:
     none = torch.zeros(0, 2).long(), torch.zeros(0).bool()
     assert resize_all(torch.zeros(0, dtype=torch.uint8), *none, 16).shape == (0, 3, 16, 16)
-
-
-def test_larger_images_are_cut_as_small_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "train" / "a").mkdir(parents=True)
-    pixels = np.random.default_rng(0).integers(0, 256, (120, 150, 3), np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "train" / "a" / "1.png")
-    sources, _ = from_class_folders(tmp_path, "train")
-    cut = Reader(sources, 64, False)[request(4, 0, 0, 0, 0)]
-    monkeypatch.setattr("dllp.data.images.SMALL", 2**20)
-    assert equal(cut, Reader(sources, 64, False)[request(4, 0, 0, 0, 0)])
 
 
 # ---- worker processes
