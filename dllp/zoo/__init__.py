@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -66,17 +65,10 @@ def build(
     """
     check_name(name)
     entry = _REGISTRY[name]
-    if num_classes < 1 or in_channels < 1:
-        raise ConfigError(f"{name} with {num_classes} classes and {in_channels} input channels: both must be positive")
     if image_size is not None:
         check_images(name, (image_size, image_size))
-    known = set(inspect.signature(entry.make).parameters) - {"num_classes", "in_channels"}
-    unknown = sorted(set(options) - known)
-    if unknown:
-        takes = ", ".join(sorted(known)) or "no options"
-        raise ConfigError(f"{name} has no option {unknown[0]!r}: it takes {takes}")
-    if image_size is not None and "image_size" in known:
-        options["image_size"] = image_size
+        if entry.make is mlp:
+            options["image_size"] = image_size
     return entry.make(num_classes=num_classes, in_channels=in_channels, **options)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from dllp.errors import ConfigError
 from dllp.structure.initialise import initialise
 from dllp.zoo.resnet import CifarResNet, Shortcut
 
@@ -40,8 +39,6 @@ def mlp(
     num_classes: int = 10, in_channels: int = 1, image_size: int = 8, hidden: Sequence[int] = (128, 128)
 ) -> nn.Sequential:
     """Linear layers with ReLU between them; for tables `in_channels` is the number of columns, `image_size` 1."""
-    if any(width < 1 for width in hidden):
-        raise ConfigError(f"hidden = {tuple(hidden)}: every layer needs at least one unit")
     layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
     width = in_channels * image_size**2
     for i, out in enumerate(hidden, start=1):

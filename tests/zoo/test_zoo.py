@@ -158,10 +158,6 @@ def test_mlp_takes_tables():
         (("zzz", 10), {}, "choose one of mlp, "),
         (("vgg16_bn", 10, 1), {"image_size": 8}, "at least 32x32, not 8x8"),
         (("resnet20", 10), {"shortcut": "none"}, "choose zero-pad or projection"),
-        (("resnet20", 10), {"depth": 3}, "no option 'depth': it takes shortcut"),
-        (("vgg11_bn", 10), {"depth": 3}, "it takes no options"),
-        (("vgg11_bn", 0), {}, "must be positive"),
-        (("mlp", 2), {"hidden": (4, 0)}, "at least one unit"),
     ],
 )
 def test_mistakes_get_one_line(arguments, options, message):
