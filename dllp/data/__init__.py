@@ -106,14 +106,16 @@ def load(
     if image_size is not None and not 1 <= image_size <= MAX_IMAGE_SIZE:
         raise DataError(f"image_size = {image_size}: a number of pixels from 1 to {MAX_IMAGE_SIZE} is needed")
     if name == "digits":
-        _check_side(name, image_size, DIGITS_SIDE, DIGITS_SIDE)
         data = Dataset(name, *_digits(), tuple("0123456789"))
     elif name == "cifar10":
-        _check_side(name, image_size, cifar10.SIDE, cifar10.SIDE)
         data = Dataset(name, *cifar10.load(root, progress), cifar10.CLASSES)
     else:
         options = dict(augment=augment, workers=workers, max_bad=max_bad, report=report)
         data = _load_folder(Path(name_or_path).expanduser(), image_size, options)
+    sides = data.train.shape[1:]
+    if image_size is not None and sides != (image_size, image_size):
+        held = f"images of {'x'.join(map(str, sides))}" if sides else "tables"
+        raise DataError(f"image_size = {image_size}: {name} holds {held}, which are not resized: leave out image_size")
     classes = len(data.classes) or None
     if isinstance(data.train, ArrayData):
         validate(data.train, classes, f"the training split of {name}")
@@ -151,7 +153,6 @@ def _load_folder(path: Path, image_size: int | None, options: dict[str, Any]) ->
         raise DataError(f"no data set and no folder is called {path}: give {', '.join(names())} or a folder")
     if npy.present(path):
         train, test, classes = npy.load(path)
-        _check_side(str(path), image_size, *train.shape[1:])
         return Dataset(str(path), train, test, classes)
     splits, classes = image_folder.find(path)
     count = sum(len(y) for _, y in splits.values())
@@ -168,13 +169,3 @@ def _load_folder(path: Path, image_size: int | None, options: dict[str, Any]) ->
         split = image_folder.stream(splits, image_size, **options)
     test, validation = (split["test"], split.get("val")) if "test" in split else (split["val"], None)
     return Dataset(str(path), split["train"], test, classes, validation)
-
-
-def _check_side(name: str, image_size: int | None, *sides: int) -> None:
-    """Raise where images that are never resized have another size than `image_size`."""
-    if image_size is not None and sides != (image_size, image_size):
-        held = f"images of {'x'.join(map(str, sides))}" if sides else "tables"
-        raise DataError(
-            f"image_size = {image_size}: {name} holds {held}, which are not resized: leave out image_size, or give "
-            "class folders or shards"
-        )

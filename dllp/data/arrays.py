@@ -53,11 +53,6 @@ class ArrayData:
             raise DataError(f"{len(self.x)} inputs but {len(self.y)} labels: give one label for each input")
         if (self.mean is None) != (self.std is None):
             raise DataError("mean and std belong together: give both or neither")
-        if self.mean is not None and {len(self.mean), len(self.std or ())} - {1, self.x.shape[1]}:
-            raise DataError(
-                f"mean and std have {len(self.mean)} and {len(self.std or ())} values for "
-                f"{self.x.shape[1]} channels: give one for each"
-            )
         if self.augment not in get_args(Augment):
             raise DataError(f"augment = {self.augment!r} is unknown: choose {', '.join(get_args(Augment))}")
         if self.augment != "none" and (self.x.ndim != 4 or min(self.x.shape[2:]) <= images.PADDING):
@@ -132,8 +127,6 @@ class Batches:
         channels_last: bool = False,
         integers: bool = False,
     ) -> None:
-        if len(data) == 0:
-            raise DataError("the training data is empty: at least one example is needed")
         self.data = data.to(device)
         self.device = torch.device(device)
         self.seed = seed
@@ -245,12 +238,11 @@ def from_pair(
     std: tuple[float, ...] | None = None,
     augment: Augment = "none",
     integers: bool = False,
-    learned: bool = True,
 ) -> ArrayData:
     """Data from two tensors or arrays.
 
     Inputs are (N, C, H, W) or (N, F) and stay uint8 or become float32; with `integers` other integers become int64.
-    Labels are converted by :func:`as_targets`. Training data (`learned`) is validated; a test set may have one class.
+    Labels are converted by :func:`as_targets`. Nothing is validated: a test set may have one class.
     """
     x, given = _tensor(x, "inputs"), _tensor(y, "labels")
     y = as_targets(given)
@@ -258,10 +250,7 @@ def from_pair(
         raise DataError(f"inputs of shape {tuple(x.shape)}: give (examples, features) or (examples, channels, ...)")
     if x.dtype != torch.uint8:
         x = x.long() if integers and is_integer(x) else x.float()
-    data = ArrayData(x, y, mean, std, augment, tuple(given.shape[1:]) if given.is_floating_point() else ())
-    if learned:
-        validate(data)
-    return data
+    return ArrayData(x, y, mean, std, augment, tuple(given.shape[1:]) if given.is_floating_point() else ())
 
 
 def as_targets(y: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import threading
-from contextlib import nullcontext
+import warnings
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -19,7 +20,7 @@ from dllp.data import images, npy, reader, sources
 from dllp.data.arrays import ArrayData, Augment, channel_statistics, default_augment
 from dllp.data.sources import Sources
 from dllp.data.stream import StreamedData
-from dllp.data.unreadable import MAX_BAD, Report, Unreadable, UnreadableImages, shortened
+from dllp.data.unreadable import MAX_BAD, Report, Unreadable, UnreadableImages
 from dllp.errors import DataError
 
 SPLITS = ("train", "val", "test")
@@ -115,26 +116,22 @@ def decode(
     return split | {"train": replace(split["train"], augment=default_augment(split["train"].x))}
 
 
-def decode_folder(folder: Path, size: tuple[int, int], max_bad: str | float = 0.0) -> torch.Tensor:
+def decode_folder(folder: Path, size: tuple[int, int]) -> torch.Tensor:
     """(N, 3, H, W) uint8: every image of a folder and of the folders in it, resized to `size` = (H, W)."""
     folders = sorted(e.name for e in sources.scan(folder, "") if e.is_dir() and not e.name.startswith("."))
     names = [name for place in ("", *folders) for name in sources.image_files(folder, place)]
     if not names:
         raise DataError(f"{folder} holds no image ({', '.join(sorted(images.SUFFIXES))}): give another folder")
     found = sources.from_files(folder, names)
-    return _decode(found, (size[1], size[0]), UnreadableImages(len(names), max_bad), resize=True)[0]
+    return _decode(found, (size[1], size[0]), UnreadableImages(len(names)), resize=True)[0]
 
 
 def first_size(found: Sources) -> tuple[int, int]:
     """Width and height of the first readable image."""
-    reasons = []
     for i in range(len(found)):
-        try:
-            with images.warnings_ignored():
-                return images.open_image(io.BytesIO(found.read(i))).size
-        except Unreadable as error:
-            reasons.append(f"{found.name(i)} ({error})")
-    raise DataError(f"none of {len(found)} training images can be read: {shortened(reasons)}")
+        with warnings.catch_warnings(action="ignore"), suppress(Unreadable):
+            return images.open_image(io.BytesIO(found.read(i))).size
+    raise DataError(f"none of {len(found)} training images can be read, such as {found.name(0)}: replace them")
 
 
 def _decode(
@@ -166,7 +163,7 @@ def _decode(
             return str(error)
         return ""
 
-    with images.warnings_ignored(), ThreadPool(reader.cores()) as pool:
+    with warnings.catch_warnings(action="ignore"), ThreadPool(reader.cores()) as pool:
         reasons = list(pool.imap(fill, range(len(found)), THREAD_CHUNK))
     unreadable.add((found.name(i), reason) for i, reason in enumerate(reasons) if reason)
     read = torch.tensor([i for i, reason in enumerate(reasons) if not reason], dtype=torch.int64)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import BinaryIO
 
 import numpy as np
@@ -43,14 +41,6 @@ OVERSIZE = 1.5
 """Images are decoded no smaller than this many times their later size: what is lost then cannot be seen."""
 RESIZED_AT_ONCE = 64
 """As floats images take much more memory than as bytes."""
-
-
-@contextmanager
-def warnings_ignored() -> Iterator[None]:
-    """Ignore warnings, such as Pillow's about odd files."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def open_image(file: BinaryIO) -> Image.Image:

@@ -32,7 +32,7 @@ def load(folder: Path) -> tuple[ArrayData, ArrayData, tuple[str, ...]]:
     image = x.dtype == torch.uint8
     mean, std = channel_statistics(x) if image else (None, None)
     train = from_pair(x, np.array(train_y), mean=mean, std=std, augment=default_augment(x) if image else "none")
-    test = from_pair(held, np.array(test_y), mean=mean, std=std, learned=False)
+    test = from_pair(held, np.array(test_y), mean=mean, std=std)
     if train.is_classification != test.is_classification:
         raise DataError(f"train_y.npy and test_y.npy in {folder} differ in kind: both integers, or both floats")
     one, other = ([size for size in split.target_shape if size > 1] for split in (train, test))
@@ -83,8 +83,7 @@ def _open(path: Path) -> np.memmap:
 def read_header(file: BinaryIO, size: int, place: str) -> tuple[tuple[int, ...], np.dtype, bool]:
     """Shape, dtype and Fortran order of an array in `size` bytes; only plain numbers, and exactly that many."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # numpy warns that headers by Python 2 are slow to parse
+        with warnings.catch_warnings(action="ignore"):  # numpy warns that headers by Python 2 are slow to parse
             version = np.lib.format.read_magic(file)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, fortran, dtype = read(file)

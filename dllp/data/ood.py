@@ -17,7 +17,6 @@ from torch import Tensor
 from dllp.data import Dataset, load, names
 from dllp.data.arrays import ArrayData, Split, generator
 from dllp.data.image_folder import decode_folder
-from dllp.data.unreadable import MAX_BAD
 from dllp.errors import ConfigError, DataError
 
 NOISE, LEFT_OUT = "noise", "left-out"
@@ -40,13 +39,12 @@ def find(name: str, like: ArrayData, *, left_out: ArrayData | None = None, root:
             raise ConfigError("the run left no class out: train one with --leave-out NAME,... first")
         return left_out
     path = Path(name).expanduser()
-    held = next((path / part for part in ("test", "val") if (path / part).is_dir()), None)
-    if name not in names() and (path / "train").is_dir() and held is not None:  # of any sizes: they are resized anyway
-        return resized(decode_folder(held, _image_shape(like)[1:], MAX_BAD), like)
-    if name in names() or (path / "train").is_dir() or (path / "test_x.npy").is_file():
+    if name in names() or (path / "test_x.npy").is_file():
         return resized(load(name, root=root).test.x, like)
     if path.is_dir():
-        return resized(decode_folder(path, _image_shape(like)[1:]), like)
+        splits = ("test", "val") if (path / "train").is_dir() else ()
+        held = next((path / split for split in splits if (path / split).is_dir()), path)
+        return resized(decode_folder(held, _image_shape(like)[1:]), like)
     known = ", ".join((NOISE, *names(), LEFT_OUT))
     raise ConfigError(f"unknown out-of-distribution data {name!r}: choose {known} or a folder of images")
 

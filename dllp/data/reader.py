@@ -16,6 +16,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
@@ -28,7 +29,7 @@ from PIL import ImageFile
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-from dllp.data.images import Crop, crop_boxes, resize_one, warnings_ignored
+from dllp.data.images import Crop, crop_boxes, resize_one
 from dllp.data.sources import Sources
 from dllp.data.unreadable import Unreadable
 from dllp.errors import DataError
@@ -112,7 +113,7 @@ class Reader(Dataset[Decoded]):
         wanted = list(zip(request.numbers.tolist(), boxes, strict=True))
         mirrors = [False] * count if draws is None else (draws[:, -1] < 0.5).tolist()
         numbers, extent, mirror = list[int](), list[tuple[int, ...]](), list[bool]()
-        with warnings_ignored():
+        with warnings.catch_warnings(action="ignore"):  # Pillow's about odd files
             for (number, box), flip, image in zip(wanted, mirrors, self._images(wanted), strict=True):
                 if isinstance(image, Unreadable):
                     unreadable.append((number, str(image)))

@@ -162,10 +162,10 @@ class _Header(tarfile.TarInfo):
     """A checked tar header: tarfile alone takes a damaged one for the archive's end, and extended ones of any size."""
 
     @classmethod
-    def fromtarfile(cls, archive: tarfile.TarFile) -> tarfile.TarInfo:
+    def fromtarfile(cls, archive: tarfile.TarFile) -> tarfile.TarInfo:  # type: ignore[override]
         try:
             return super().fromtarfile(archive)
-        except (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError) as error:
+        except (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError) as error:  # type: ignore[attr-defined]
             raise DataError(str(error)) from None
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
@@ -173,7 +173,7 @@ class _Header(tarfile.TarInfo):
             raise DataError(f"an extended header of {self.size} bytes")
         if self.type not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE, *EXTENDED):
             raise DataError(f"{self.name[:200]!r} is no plain file")
-        return super()._proc_member(archive)  # pyright: ignore[reportAttributeAccessIssue]
+        return super()._proc_member(archive)  # type: ignore[misc]
 
 
 def _index_shard(path: Path) -> np.ndarray:
@@ -206,7 +206,7 @@ def _members(file: BinaryIO, path: Path) -> Iterator[tarfile.TarInfo]:
     try:
         with tarfile.open(fileobj=file, mode="r:", tarinfo=_Header) as shard:
             while (member := shard.next()) is not None:
-                shard.members.clear()
+                shard.members.clear()  # type: ignore[attr-defined] # it would keep all of them
                 if not 0 <= member.size <= end - member.offset_data or member.issparse():
                     raise DataError(f"member of {member.size} bytes does not fit")
                 if member.isreg():

@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from dllp.data import reader
 from dllp.data.arrays import ArrayData, Augment, generator
-from dllp.data.images import DRAWS, resize_all, warnings_ignored
+from dllp.data.images import DRAWS, resize_all
 from dllp.data.reader import Decoded, Reader, Request
 from dllp.data.sources import Sources
 from dllp.data.unreadable import UnreadableImages
@@ -133,7 +134,8 @@ def read_batches(data: StreamedData, requests: Iterable[Request], finish: bool) 
     count = reader.cores() if data.workers is None else data.workers
     if isinstance(requests, list):
         count = min(count, len(requests))
-    with warnings_ignored(), reader.signals_blocked():  # more processes than cores are the user's choice
+    # More processes than cores are the user's choice: no warning.
+    with warnings.catch_warnings(action="ignore"), reader.signals_blocked():
         loader = DataLoader(
             Reader(data.sources, data.image_size, finish), sampler=requests, batch_size=None,  # type: ignore
             collate_fn=_identity, num_workers=count, prefetch_factor=reader.PREFETCH if count else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from dllp.errors import ConfigError, DataError
@@ -56,21 +56,15 @@ class UnreadableImages:
         known = len(self.reasons)
         self.reasons |= new
         if new and len(self.reasons) > parse_fraction(self.max_bad) * self.total:
-            listed = shortened([f"{name} ({reason})" for name, reason in self.reasons.items()])
-            plural = "s" * (len(self.reasons) > 1)
+            bad = [f"{name} ({reason})" for name, reason in self.reasons.items()]
+            more = f" and {len(bad) - LISTED} more" if len(bad) > LISTED else ""
             raise DataError(
-                f"cannot read {len(self.reasons)} of {self.total} images, more than max_bad = {self.max_bad} allows: "
-                f"replace or remove the image{plural} {listed}"
+                f"cannot read {len(bad)} of {self.total} images, more than max_bad = {self.max_bad} allows: "
+                f"replace or remove the image{'s' * (len(bad) > 1)} {', '.join(bad[:LISTED])}{more}"
             )
         if self.report is not None:
             for count, (name, reason) in enumerate(new.items(), known + 1):
                 self.report(SkippedImage(name, reason, count, self.total))
-
-
-def shortened(names: Sequence[str]) -> str:
-    """The first few names of a list, and how many more there are."""
-    more = len(names) - LISTED
-    return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def parse_fraction(max_bad: str | float) -> float:

@@ -183,9 +183,9 @@ def test_large_images_are_decoded_one_at_a_time(tmp_path, monkeypatch):
     assert most == [1] * 12
 
 
-@pytest.mark.parametrize("name", ["digits", "cifar10", "arrays", "table"])
+@pytest.mark.parametrize("name", ["digits", "arrays", "table"])
 def test_data_that_are_not_resized(tmp_path, name):
-    place, held = name, {"digits": "images of 8x8", "cifar10": "images of 32x32"}.get(name, "")
+    place, held = name, "images of 8x8"
     if name in ("arrays", "table"):
         x = {} if name == "arrays" else {"train_x": np.ones((12, 5)), "test_x": np.ones((6, 5))}
         save_arrays(tmp_path, **x)
