@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import threading
 import warnings
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -128,10 +128,14 @@ def decode_folder(folder: Path, size: tuple[int, int]) -> torch.Tensor:
 
 def first_size(found: Sources) -> tuple[int, int]:
     """Width and height of the first readable image."""
+    first = ""
     for i in range(len(found)):
-        with warnings.catch_warnings(action="ignore"), suppress(Unreadable):
-            return images.open_image(io.BytesIO(found.read(i))).size
-    raise DataError(f"none of {len(found)} training images can be read, such as {found.name(0)}: replace them")
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                return images.open_image(io.BytesIO(found.read(i))).size
+        except Unreadable as error:
+            first = first or f"{found.name(i)} ({error})"
+    raise DataError(f"none of {len(found)} training images can be read, such as {first}: replace them")
 
 
 def _decode(
