@@ -268,9 +268,9 @@ def validate(data: ArrayData, num_classes: int | None = None, place: str = "the 
     if not data.is_classification:
         check_finite(data.y, f"targets of {place}")
         return
-    check_labels(data.y, num_classes, place)
-    if bool((data.y == data.y[0]).all()):
+    if data.y.ndim == 1 and bool((data.y == data.y[0]).all()):
         raise DataError(f"{place} holds one class only ({int(data.y[0])}): at least two are needed")
+    check_labels(data.y, num_classes, place)
 
 
 def check_labels(y: Tensor, num_classes: int | None = None, place: str = "the data") -> None:
