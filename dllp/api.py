@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dllp import files, notebook
+from dllp import notebook
 from dllp.config import SPIKE_AND_SLAB, Config
 from dllp.data import StreamBatches
 from dllp.devices.device import environment
@@ -88,7 +88,7 @@ class Result:
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
         """Write the run into a new or empty folder, whole or not at all; `overwrite` replaces a run. Returns it."""
-        folder = files.as_path(folder)
+        folder = Path(folder)
         with new_folder(folder, overwrite) as temporary:
             self.write_networks(temporary)
             self.write_run(temporary)
@@ -107,7 +107,7 @@ class Result:
 @undisturbed()
 def load(folder: str | Path, model: nn.Module) -> Result:
     """A saved run, given a fresh instance of the original network; reads JSON and safetensors only."""
-    folder = files.as_path(folder)
+    folder = Path(folder)
     check_network(model)
     found = stored.read(folder, model)
     networks = [particle.network for particle in found["particles"]]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, wraps
-from types import MappingProxyType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dllp.errors import ConfigError
@@ -238,7 +238,7 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
         for name, hint in types_of(type(self)).items():
             value = getattr(self, name)
             if not fits(value, hint):
-                raise ConfigError(f"{name} = {value!r}: {_wanted(hint)} is needed")
+                raise ConfigError(f"{name} = {value!r}: {in_words(hint)} is needed")
             if value is not None and name in rules and not rules[name].holds(value):
                 raise ConfigError(f"{name} = {value}: {rules[name].text}")
             if isinstance(value, (int, float)) and not _storable(value):
@@ -395,9 +395,13 @@ def _storable(value: float) -> bool:
     return abs(value) <= LARGEST if isinstance(value, float) else -(2**63) <= value < 2**63
 
 
-def _wanted(hint: Any) -> str:
-    """An annotation in words."""
-    choices = [str(c) for part in (hint, *get_args(hint)) if get_origin(part) is Literal for c in get_args(part)]
-    kinds = [part.__name__ for part in (hint, *get_args(hint)) if isinstance(part, type) and part is not type(None)]
-    pairs = ["two numbers" for part in (hint, *get_args(hint)) if get_origin(part) is tuple]
-    return " or ".join(choices + kinds + pairs)
+def in_words(hint: Any) -> str:
+    """An annotated type in words, for errors."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (UnionType, Union):
+        return " or ".join(in_words(part) for part in inner if part is not NoneType)
+    if origin is Literal:
+        return ", ".join(map(str, inner))
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    words |= {tuple: "two numbers such as [0.3,30]", list: "a list"}
+    return words.get(origin or hint, "an object")

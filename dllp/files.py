@@ -7,7 +7,6 @@ limits; nothing here runs what a file holds.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -36,33 +35,7 @@ def cap() -> int:
     return int(text)
 
 
-# ---- names
-
-
-def as_path(name: object, kind: type[DllpError] = ArtifactError) -> Path:
-    """A user's name of a file or folder as a path; raise for one that none can have."""
-    if not isinstance(name, (str, os.PathLike)):
-        raise kind(f"{name!r:.60} is no name of a file or folder: give a text or a pathlib.Path")
-    path = Path(name)
-    check_name(path, kind)
-    try:
-        os.lstat(path)
-    except ValueError:
-        raise kind(f"the name {path} has a NUL byte: choose another") from None
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            raise kind(f"the name {str(path)[:60]}... is too long: choose a shorter one") from None
-    return path
-
-
-def check_name(name: str | os.PathLike[str], kind: type[DllpError] = ConfigError) -> None:
-    """Raise where a name from the user is not UTF-8: settings files and safetensors could not be read back by it."""
-    text = os.fspath(name)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        shown = text.encode(errors="backslashreplace").decode().replace(r"\udc", r"\x")  # Python's mark for such bytes
-        raise kind(f"the name {shown} is not UTF-8: rename it, or choose another") from None
+# ---- reading
 
 
 def contained(folder: Path, path: Path, kind: type[DllpError] = ArtifactError) -> Path:
@@ -74,9 +47,6 @@ def contained(folder: Path, path: Path, kind: type[DllpError] = ArtifactError) -
     if not inside:
         raise kind(f"{path} is a link that leads out of {folder}: put the file itself there")
     return path
-
-
-# ---- reading
 
 
 def open_plain(path: Path, kind: type[DllpError] = ArtifactError) -> BinaryIO:
@@ -133,7 +103,7 @@ def parse_json(content: bytes, place: object, kind: type[DllpError] = ArtifactEr
         raise kind(f"{place} is too large for JSON: at most {JSON_BYTES} bytes and {JSON_VALUES} values are read")
     try:
         return json.loads(
-            content.decode(), parse_float=_float, parse_int=_int, parse_constant=_constant, object_pairs_hook=_object
+            content.decode(), parse_float=_float, parse_int=_int, parse_constant=_float, object_pairs_hook=_object
         )
     except RecursionError:
         raise kind(f"{place} is nested too deeply: the file is damaged") from None
@@ -150,12 +120,8 @@ def _int(text: str) -> int:
 def _float(text: str) -> float:
     value = float(text) if len(text) <= 2 * DIGITS else math.nan
     if not math.isfinite(value):
-        raise ValueError("a number is not finite or too long")
+        raise ValueError(f"{text[:DIGITS]} is not finite or too long")
     return value
-
-
-def _constant(text: str) -> float:
-    raise ValueError(f"{text} is no number")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -170,8 +136,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file so that it is there whole or not at all; a link or whatever else has the name is replaced."""
-    if not path.name:
-        raise ArtifactError(f"cannot write {path}: it is a folder; give a file")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -189,40 +153,34 @@ def write_bytes(path: Path, content: bytes) -> None:
 def write_named(path: Path, content: bytes) -> None:
     """Write what a user names: a link stays, and the file that it leads to is replaced.
 
-    A pipe or a device is no file that could be replaced: the content goes into it. Never for files in folders that may
-    be a stranger's: a link in there could lead anywhere.
+    A pipe or a device is no file that could be replaced: the content goes into it, as it does into standard output.
+    Never for files in folders that may be a stranger's: a link in there could lead anywhere.
     """
     try:
-        stream = _open_stream(path)
-        if stream is not None:
-            with stream:
-                stream.write(content)
+        if path.is_dir():
+            raise ArtifactError(f"cannot write {path}: it is a folder; give a file")
+        if _is_stdout(path):  # opened anew, a file would be written from its start, over lines that are in it
+            sys.stdout.flush()
+            sys.stdout.buffer.write(content)
+            sys.stdout.flush()
+            return
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)
             return
     except OSError as error:
         raise _unwritable(path, error) from None
     write_bytes(Path(os.path.realpath(path)) if path.is_symlink() else path, content)
 
 
+def _is_stdout(path: Path) -> bool:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or replaced by something without a number
+        return os.path.samestat(path.stat(), os.fstat(sys.stdout.fileno()))
+    return False
+
+
 def _unwritable(path: Path, error: OSError) -> ArtifactError:
     reason = "Not a directory" if isinstance(error, FileExistsError) else error.strerror
     return ArtifactError(f"cannot write {path}: {reason}; free some space or choose another folder")
-
-
-def _open_stream(path: Path) -> BinaryIO | None:
-    """What stands at `path` where it is a pipe, a device, or what our own output goes to; None where a file belongs."""
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return None
-    for own in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or replaced by something without one
-            descriptor = own.fileno()
-            if os.path.samestat(found, os.fstat(descriptor)):
-                own.flush()  # opened anew, a file would be written from its start, over lines that are in it
-                return os.fdopen(os.dup(descriptor), "wb")
-    if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode):
-        return None
-    return os.fdopen(os.open(path, os.O_WRONLY), "wb")
 
 
 def write_json(path: Path, value: Any, *, named: bool = False) -> None:

@@ -175,7 +175,7 @@ def test_the_cap_is_stated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"NaN", "NaN is no number"),
+        (b"NaN", "NaN is not finite"),
         (b"[1e999]", "not finite"),
         (b"9" * 30, "30 digits"),
         (b'{"a": 1, "a": 2}', "twice"),
@@ -198,15 +198,15 @@ def test_json_that_is_refused(tmp_path: Path, content: bytes, words: str) -> Non
     [
         ("epochs: !!int 3", "line 1 has a tag"),
         ("lr: &a 0.1\nlr_end: *a", "an anchor or an alias"),
-        ("epochs: [[[[3]]]]", "nested too deeply"),
-        ("epochs: {a: 1}", "epochs must be a number"),
+        ("epochs: " + "[" * 10**4, "not plain YAML"),
+        ("epochs: {a: 1}", "epochs = {.*expected a whole number"),
         ("lr: '[0.1, 0.2]'", "expected a number"),
-        ("epochs: 0x" + "f" * 40, "epochs must be a number"),
-        ("model: \"a\\nb\"", "model must be a number, a word"),
-        ("1: 2", "no name of a setting"),
+        ("epochs: 0x" + "f" * 40, "epochs = "),
+        ("epochs: 0x" + "f" * 400, "epochs = "),
+        ("1: 2", "unknown name '1'"),
         ("lr: -1", "lr = -1"),
-        ("model:", "model has no value"),
-        ("epochs: null", "epochs has no value"),
+        ("model:", "model = None: expected text"),
+        ("epochs: null", "epochs = None: expected a whole number"),
         ("epochs: 3" + " " * 2**16, "more than the 65536"),
     ],
 )  # fmt: skip
@@ -340,13 +340,6 @@ def test_the_file_behind_a_link_is_replaced(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ArtifactError, match="file: No space left"):
         files.write_named(link, b"half")
     assert (elsewhere / "file").read_bytes() == b"there" and os.listdir(elsewhere) == ["file"]
-
-
-def test_a_link_in_a_circle_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to("link")
-    with pytest.raises(ArtifactError, match=r"cannot write .*link: Too many levels"):
-        files.write_named(tmp_path / "link", b"")
-    assert (tmp_path / "link").is_symlink()
 
 
 @pytest.mark.parametrize("path", ["", ".", "/"])

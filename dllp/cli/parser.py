@@ -58,7 +58,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             add_options(command)
     args, rest = parser.parse_known_args(_usual(words))
     if rest:
-        raise ConfigError(_unexpected(rest, commands.choices, args.command))
+        word = next((word.partition("=")[0] for word in rest if word.startswith("-")), rest[0])
+        known = commands.choices[args.command]._option_string_actions
+        raise ConfigError(f"unexpected argument {word}{near(word, known, args.command)}")
     given = vars(args)
     args.chosen = {name.removeprefix(CHOSEN): given.pop(name) for name in [*given] if name.startswith(CHOSEN)}
     return args
@@ -73,18 +75,6 @@ def _usual(words: Sequence[str]) -> list[str]:
             name = "--weights"
         found[i] = name.replace("_", "-") + equals + value if name.startswith("--") else word
     return found
-
-
-def _unexpected(words: Sequence[str], parsers: dict[str, Parser], command: str) -> str:
-    """What to say of words that a command does not take."""
-    option = next((word.partition("=")[0] for word in words if word.startswith("--")), None)
-    if option is None:
-        return f"unexpected argument {words[0]}; see dllp {command} --help"
-    known = {name: parser._option_string_actions for name, parser in parsers.items()}
-    owners = [name for name in known if option in known[name]]
-    if owners:
-        return f"{option} is an option of dllp {', '.join(owners)}, not of this command: leave it out"
-    return f"unknown option {option}{near(option, known[command], command)}"
 
 
 # ---- options by their types

@@ -138,7 +138,7 @@ def export(
         uint8: Take raw images and normalise them inside, as `result.info["data"]` says.
         pad_to: Add dead channels up to a multiple of this: the same function, on kernels that like such widths.
     """
-    path = files.as_path(path)
+    path = Path(path)
     format = format_of(path, format)
     if particle is not None and not 0 <= particle < len(result.particles):
         raise ConfigError(f"there is no particle {particle + 1}: the run has {len(result.particles)}")

@@ -46,7 +46,7 @@ class Checkpoints:
         self, folder: str | Path | None, *, every_steps: int = 0, every_minutes: float = 10.0, kept: int = 2,
         on_begin: Callable[[], None] | None = None, ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
-        self.folder = None if folder is None else files.as_path(folder)
+        self.folder = None if folder is None else Path(folder)
         if every_steps < 0 or not 0 <= every_minutes < float("inf"):
             raise ConfigError(f"checkpoints every {every_steps} steps or {every_minutes} minutes: give 0 or more")
         self.kept, self.on_begin, self.ranks = kept, on_begin, ranks or Ranks()

@@ -237,7 +237,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
 def check_free(folder: Path, overwrite: bool = False) -> None:
     """Raise unless a run may be written there; only a run folder or an empty one is ever replaced."""
-    files.check_name(folder, ArtifactError)
     if not folder.exists():
         return
     if not folder.is_dir():

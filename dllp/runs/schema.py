@@ -10,16 +10,12 @@ Every reader of JSON uses :func:`typed`, after :func:`dllp.files.parse_json` has
 from __future__ import annotations
 
 from dataclasses import MISSING, fields, is_dataclass
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
-from dllp.config import fits, types_of
+from dllp.config import fits, in_words, types_of
 from dllp.errors import ArtifactError, DllpError
 
 T = TypeVar("T")
-_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", NoneType: "null"}
-TEXT = 4096
-"""Most characters of a single setting."""
 
 
 def typed(hint: type[T], value: Any, place: object, kind: type[DllpError] = ArtifactError) -> T:
@@ -52,37 +48,4 @@ def _typed(hint: Any, value: Any, name: str, place: object, kind: type[DllpError
     if get_origin(hint) is dict and isinstance(value, dict):
         inner = get_args(hint)[1]
         return {key: _typed(inner, part, f"{name}.{key}".lstrip("."), place, kind) for key, part in value.items()}
-    raise kind(f"{place}: {name or 'the document'} must be {_wanted(hint)}")
-
-
-def _wanted(hint: Any) -> str:
-    """An annotated type in words of JSON."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        return " or ".join(map(_wanted, inner))
-    if origin is Literal:
-        return " or ".join(map(str, inner))
-    if is_dataclass(hint) or origin is dict:
-        return "an object"
-    return "a list" if origin is list else _WORDS.get(hint, str(hint))
-
-
-def check_settings(values: Any, place: object, kind: type[DllpError] = ArtifactError) -> dict[str, Any]:
-    """Raise unless settings, whoever wrote them, are names with single values or short lists of them."""
-    if not isinstance(values, dict):
-        raise kind(f"{place} holds no settings")
-    for name, value in values.items():
-        if not isinstance(name, str) or len(name) > 64:
-            raise kind(f"{place}: {str(name)[:64]!r} is no name of a setting")
-        entries = value if isinstance(value, list) else [value]
-        if len(entries) > 8 or not all(map(_is_setting, entries)):
-            raise kind(f"{place}: {name} must be a number, a word, or a short list of them")
-    return values
-
-
-def _is_setting(value: Any) -> bool:
-    if isinstance(value, str):
-        return len(value) <= TEXT and (value.isprintable() or not value)
-    if isinstance(value, int):
-        return -(2**63) <= value < 2**64
-    return value is None or isinstance(value, float)
+    raise kind(f"{place}: {name or 'the document'} must be {in_words(hint)}")

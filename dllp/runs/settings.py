@@ -16,15 +16,14 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from dllp import files
-from dllp.config import RETIRED, Config, check_retired, types_of
+from dllp.config import RETIRED, Config, check_retired, fits, in_words, types_of
 from dllp.errors import ConfigError
-from dllp.runs.schema import check_settings
 
 DLLP = "dllp"
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 """Endings of files with trained weights."""
-SETTINGS_BYTES, NESTED = 2**16, 4
-"""Most bytes, and most levels, of a settings file."""
+SETTINGS_BYTES = 2**16
+"""Most bytes of a settings file."""
 
 
 @dataclass(frozen=True)
@@ -126,11 +125,8 @@ def convert(name: str, value: Any, kind: Any) -> Any:
     """A setting, as text or as YAML has it, in its annotated type."""
     try:
         return _converted(value, kind)
-    except ValueError:
-        pass
-    if value is None:
-        raise ConfigError(f"{name} has no value")
-    wanted = describe(kind)
+    except (ValueError, OverflowError):
+        wanted = in_words(kind)
     if name == "init":
         wanted += f" or a file of trained weights ({', '.join(SUFFIXES)}; in a settings file that is `weights`)"
     raise ConfigError(f"{name} = {value}: expected {wanted}")
@@ -144,31 +140,18 @@ def _converted(value: Any, kind: Any) -> Any:
         for part in inner:
             with suppress(ValueError):
                 return _converted(value, part)
-    elif origin is Literal:
-        if value in inner:
-            return value
     elif origin is tuple:
         parts = value.strip("[]").split(",") if isinstance(value, str) else value
         if isinstance(parts, list) and len(parts) == len(inner):
             return tuple(_converted(part, float) for part in parts)
     elif kind in (int, float):
-        if isinstance(value, str) or (isinstance(value, (int, kind)) and not isinstance(value, bool)):
+        if isinstance(value, str) or fits(value, kind):
             number = kind(value)
             if math.isfinite(number):
                 return number
-    elif isinstance(value, kind):
+    elif fits(value, kind):
         return value
     raise ValueError
-
-
-def describe(kind: Any) -> str:
-    """An annotated type in words."""
-    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-    if get_origin(kind) is Literal:
-        return ", ".join(get_args(kind))
-    if get_origin(kind) is tuple:
-        return "two numbers such as [0.3,30]"
-    return words.get(kind) or " or ".join(describe(part) for part in get_args(kind) if part is not type(None))
 
 
 def near(name: str, known: Iterable[str], command: str = "prune") -> str:
@@ -186,12 +169,11 @@ def read(path: Path) -> dict[str, Any]:
     values = _parse(files.read_bytes(path, SETTINGS_BYTES, ConfigError), path)
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings: lines such as `epochs: 60` are needed")
-    check_settings(values, path, ConfigError)
     kinds = {**types_of(Task), **types_of(Config)}
     try:
         found = {}
         for name, value in values.items():
-            name = name.replace("-", "_")
+            name = str(name).replace("-", "_")
             if name not in kinds and name not in RETIRED:
                 raise ConfigError(f"unknown name {name!r}{near(name, kinds)}")
             found[name] = convert(name, value, kinds.get(name, float | None))
@@ -204,28 +186,21 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _parse(content: bytes, path: Path) -> Any:
-    """Less than YAML: no tags, anchors, aliases or merges, no name twice, little nesting."""
+    """Less than YAML: no tags, anchors or aliases, no name twice."""
     import yaml
 
     try:
-        depth = 0
         for event in yaml.parse(content, yaml.SafeLoader):
-            line = event.start_mark.line + 1
             if getattr(event, "anchor", None) or getattr(event, "tag", None):
-                raise yaml.YAMLError(f"line {line} has a tag, an anchor or an alias")
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth >= NESTED:
-                raise yaml.YAMLError(f"line {line} is nested too deeply")
+                raise yaml.YAMLError(f"line {event.start_mark.line + 1} has a tag, an anchor or an alias")
         root, seen = yaml.compose(content, yaml.SafeLoader), set()
         for key, _ in root.value if isinstance(root, yaml.MappingNode) else ():
-            line, name = key.start_mark.line + 1, str(key.value).replace("-", "_")
-            if name == "<<":
-                raise yaml.YAMLError(f"line {line} merges another part")
+            name = str(key.value).replace("-", "_")
             if name in seen:
-                raise yaml.YAMLError(f"line {line} gives {name[:64]} a second time")
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1} gives {name[:64]} a second time")
             seen.add(name)
         return yaml.safe_load(content)
-    except (yaml.YAMLError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:  # yaml raises all
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:  # yaml's own
         raise ConfigError(f"{path} is not plain YAML: {error}") from None
 
 

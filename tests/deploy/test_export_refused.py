@@ -104,9 +104,7 @@ def test_mistakes_are_one_line(
         ({"shape": (0, 3)}, "shape = (0, 3): positive"),
         ({"shape": ("1", "8", "8")}, "shape = ('1', '8', '8'): positive"),
         ({"shape": torch.zeros(99, 3)}, "shape = tensor([["),
-        ({"path": 3}, "3 is no name of a file"),
-        ({"path": "a\0b"}, r"the name a\x00b has a NUL byte"),
-        ({"path": 300 * "a"}, "is too long"),
+        ({"path": 300 * "a"}, "File name too long"),
     ],
 )
 def test_mistakes_in_python_are_one_line(

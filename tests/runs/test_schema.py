@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from dllp.config import fits
 from dllp.errors import ArtifactError, ConfigError
 from dllp.records import EpochRecord, Size
-from dllp.runs.schema import check_settings, typed
+from dllp.runs.schema import typed
 
 RECORD = EpochRecord(
     epoch=1, phase="soft", loss=[0.5], accuracy=None, lr=0.1, temperature=1, budget=0.5, cost=[1.0], multiplier=[0.0],
@@ -51,10 +50,10 @@ def test_what_a_dataclass_has_by_default_may_be_missing_and_more_may_be_there() 
     [
         ({"loss": [0.5, "x"]}, r"run\.json: \[1\]\.loss\[1\] must be a number$"),
         ({"loss": 3}, r"run\.json: \[1\]\.loss must be a list$"),
-        ({"accuracy": True}, r"\[1\]\.accuracy must be a list or null$"),
-        ({"phase": "<b>"}, r"\[1\]\.phase must be open or soft or discrete$"),
-        ({"epoch": True}, r"\[1\]\.epoch must be an integer$"),
-        ({"engine": None}, r"\[1\]\.engine must be a text$"),
+        ({"accuracy": True}, r"\[1\]\.accuracy must be a list$"),
+        ({"phase": "<b>"}, r"\[1\]\.phase must be open, soft, discrete$"),
+        ({"epoch": True}, r"\[1\]\.epoch must be a whole number$"),
+        ({"engine": None}, r"\[1\]\.engine must be text$"),
     ],
 )
 def test_what_does_not_fit_is_named(change: dict[str, Any], words: str) -> None:
@@ -67,13 +66,5 @@ def test_what_is_missing_is_named() -> None:
         typed(Size, {"macs": 1.0}, "a.json")
     with pytest.raises(ArtifactError, match=r"^a\.json: the document must be an object$"):
         typed(Size, [], "a.json")
-    with pytest.raises(ConfigError, match=r"^a\.json: conv\.1\[0\] must be an integer$"):
+    with pytest.raises(ConfigError, match=r"^a\.json: conv\.1\[0\] must be a whole number$"):
         typed(dict[str, list[int]], {"conv.1": [0.5]}, "a.json", ConfigError)
-
-
-def test_settings_are_single_values_or_short_lists() -> None:
-    good = {"a": 1, "b": None, "c": True, "d": math.inf, "e": [1, 2.0, "x"], "f": ""}
-    assert check_settings(good, "here") == good
-    for bad in ({"a": {}}, {"a": [[]]}, {"a": list(range(9))}, {"a": 2**64}, {"a": "x\ny"}, {"a": "x" * 5000}):
-        with pytest.raises(ArtifactError, match="here: a must be a number"):
-            check_settings(bad, "here")
