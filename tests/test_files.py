@@ -220,13 +220,13 @@ def test_settings_that_are_refused(tmp_path: Path, text: str, words: str) -> Non
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"data": 3}, "'data' or 'dense_noise'"),
-        ({"data": {"num_classes": 2**30}}, "'num_classes'"),
+        ({"data": 3}, "info: data must be an object"),
+        ({"data": {"num_classes": 2**30}}, "a size"),
         ({"data": {"num_classes": 2**20}}, "reference-0"),
-        ({"data": {"shape": "8x8"}}, "'shape'"),
-        ({"data": {"mean": [None]}}, "'mean'"),
-        ({"data": {"std": [0.0], "mean": [0.0]}}, "'std' must be positive"),
-        ({"dense_noise": "much"}, "'data' or 'dense_noise'"),
+        ({"data": {"shape": "8x8"}}, "info: data.shape must be a list"),
+        ({"data": {"mean": [None]}}, "info: data.mean must be a list"),
+        ({"data": {"std": [0.0], "mean": [0.0]}}, "a std of 0"),
+        ({"dense_noise": "much"}, "info: dense_noise must be a number"),
     ],
 )
 def test_descriptions_that_are_refused(

@@ -31,7 +31,7 @@ def run(args: Namespace) -> None:
     stored = read_run(folder, args.chosen, args.trust_imports, needed=("data", "model"))
     task = stored.task
     data = stored.read_data(quiet=False, report=lambda image: progress.warn(str(image)))
-    test = as_trained(data, stored.known)
+    test = as_trained(data, stored.info.data)
     opened = stored.open(data=data)
     result, dense = opened.result, opened.dense_posterior()
     seed = result.config.seed

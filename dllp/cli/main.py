@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = 128 + error.signal
         return code if _rank() else _complain(f"interrupted, {_notes(error) or 'nothing was written'}", code)
     except DllpError as error:
-        told = error.told or (not command and _rank() > 0)  # all read the same command line
-        return 2 if told else _complain(_with_notes(str(error), error))
+        reported = error.told or (not command and _rank() > 0)  # all read the same command line
+        return 2 if reported else _complain(_with_notes(str(error), error))
     except MemoryError as error:
         return _complain(_with_notes("out of memory", error))
     except OSError as error:

@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,14 @@ from dllp.runs.names import DENSE as DENSE_FILE
 from dllp.runs.names import RUN, SETTINGS, member, particle
 from dllp.runs.result import Run
 from dllp.runs.result import read_run as read_record
+from dllp.runs.schema import typed
 from dllp.runs.settings import DLLP, Task
 from dllp.runs.tensors import check_shapes, read_network
 
 SMALL = 10_000
 """Training sets with fewer examples get batches of 64."""
+LARGEST = 2**20
+"""Largest size of a network that a run.json may ask for."""
 
 
 # ---- from settings
@@ -108,6 +111,28 @@ def check_import(task: Task, named: bool, whose: str) -> None:
 
 
 @dataclass(frozen=True)
+class DataInfo:
+    """The training data as `info.data` of run.json describes it; a run that was made in Python says nothing."""
+
+    num_classes: int = 0
+    in_channels: int = 0
+    image_size: int = 0
+    shape: list[int] = field(default_factory=list)
+    dtype: str = ""
+    classes: list[str] | None = None
+    mean: list[float] | None = None
+    std: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class Info:
+    """The part of `info` in run.json that commands rely on; the dense network's noise, where it was learned."""
+
+    data: DataInfo = field(default_factory=DataInfo)
+    dense_noise: float | None = None
+
+
+@dataclass(frozen=True)
 class StoredRun:
     """A finished run folder before its networks are read.
 
@@ -115,14 +140,14 @@ class StoredRun:
         record: Its run.json.
         settings: Its config.yaml; empty where the run was made in Python.
         task: Its settings with what the command line chose instead.
-        known: What run.json says of the training data.
+        info: What run.json says of the training data and of the dense network.
     """
 
     folder: Path
     record: Run
     settings: dict[str, Any]
     task: Task
-    known: dict[str, Any]
+    info: Info
 
     @property
     def other_data(self) -> bool:
@@ -135,22 +160,19 @@ class StoredRun:
 
     def open(self, *, shape: Sequence[int] | None = None, data: Dataset | None = None) -> OpenRun:
         """Read the networks; where run.json does not give their sizes, `shape` of one input or `data` do."""
-        known = self.known
-        shape = tuple(shape or known.get("shape") or (data.test.x.shape[1:] if data else ()))
+        known = self.info.data
+        shape = tuple(shape or known.shape or (data.test.x.shape[1:] if data else ()))
         if not shape:
             raise ConfigError(
                 f"{self.folder} does not say what its inputs look like: give --shape, for example --shape 3 32 32"
             )
-        if min(shape) < 1:
-            text = " ".join(map(str, shape))
-            raise ConfigError(f"shape = {text}: positive numbers are needed, such as --shape 3 32 32")
-        classes = known.get("num_classes") or (data.num_classes if data else 0)
+        classes = known.num_classes or (data.num_classes if data else 0)
         if not classes and not self.task.is_code:
             raise ConfigError(
                 f"{self.folder} does not say how many outputs its network has: give a factory with --model"
             )
         outputs = classes + (self.record.config.get("noise") == "input")
-        sizes = outputs, known.get("in_channels") or shape[0], known.get("image_size") or min(shape[1:], default=1)
+        sizes = outputs, known.in_channels or shape[0], known.image_size or min(shape[1:], default=1)
         if not self.task.is_code:
             with torch.device("meta"):  # no memory is taken before the shapes are known to fit
                 network = build_network(self.task, *sizes)
@@ -159,10 +181,8 @@ class StoredRun:
         def make() -> nn.Module:
             return build_network(self.task, *sizes)
 
-        result = load(self.folder, make())
-        if known:
-            result.info["data"] = known
-        return OpenRun(self.folder, shape, result, make, known.get("dense_noise", torch.nan))
+        noise = torch.nan if self.info.dense_noise is None else self.info.dense_noise
+        return OpenRun(self.folder, shape, load(self.folder, make()), make, noise)
 
 
 @dataclass(frozen=True)
@@ -208,7 +228,11 @@ def read_run(
     task, _ = settings.split({**stored, **chosen})
     if "model" in needed:
         check_import(task, "model" in chosen or trust_imports, "the run's")
-    run = StoredRun(folder, record, stored, task, described(record, folder))
+    info = typed(Info, record.info, f"{folder / RUN}: info")
+    sizes = info.data.num_classes, info.data.in_channels, info.data.image_size, *info.data.shape
+    if not all(0 <= size <= LARGEST for size in sizes) or min(info.data.std or (1.0,)) <= 0:
+        raise ArtifactError(f"{folder / RUN}: info: data holds a size that is not in 0..{LARGEST}, or a std of 0")
+    run = StoredRun(folder, record, stored, task, info)
     return replace(run, task=replace(task, validation=0, leave_out="")) if run.other_data else run
 
 
@@ -217,60 +241,36 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return settings.read(member(folder, SETTINGS)) if (folder / SETTINGS).exists() else {}
 
 
-def describe(data: Dataset) -> dict[str, Any]:
-    """What a later evaluation must know about the training data, ready for JSON."""
-    return {
-        "num_classes": data.num_classes,
-        "in_channels": data.in_channels,
-        "image_size": data.image_size,
-        "shape": list(data.train.shape),
-        "dtype": str(data.train.dtype).removeprefix("torch."),
-        "classes": list(data.classes),
-        "mean": data.train.mean and list(data.train.mean),
-        "std": data.train.std and list(data.train.std),
-    }
+def describe(data: Dataset) -> DataInfo:
+    """What a later evaluation must know about the training data."""
+    return DataInfo(
+        num_classes=data.num_classes,
+        in_channels=data.in_channels,
+        image_size=data.image_size,
+        shape=list(data.train.shape),
+        dtype=str(data.train.dtype).removeprefix("torch."),
+        classes=list(data.classes),
+        mean=list(data.train.mean) if data.train.mean else None,
+        std=list(data.train.std) if data.train.std else None,
+    )
 
 
-def described(record: Run, folder: Path) -> dict[str, Any]:
-    """What :func:`describe` wrote, and the dense network's noise, out of a run.json by anyone."""
-    known, noise = record.info.get("data", {}), record.info.get("dense_noise")
-    number = (int, float)
-    checks: dict[str, Callable[[Any], bool]] = {
-        **dict.fromkeys(("num_classes", "in_channels", "image_size"), lambda v: type(v) is int and 1 <= v <= 2**20),
-        "shape": lambda v: isinstance(v, list) and len(v) <= 8 and all(type(n) is int and n > 0 for n in v),
-        "dtype": lambda v: v in ("uint8", "float32"),
-        "classes": lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v),
-        **dict.fromkeys(
-            ("mean", "std"), lambda v: v is None or (isinstance(v, list) and all(type(n) in number for n in v))
-        ),
-    }
-    place = f"{folder / RUN}, 'info'"
-    if not isinstance(known, dict) or (noise is not None and type(noise) not in number):
-        raise ArtifactError(f"{place}: 'data' or 'dense_noise' is of the wrong kind")
-    for name, fits in checks.items():
-        if name in known and not fits(known[name]):
-            raise ArtifactError(f"{place}, 'data': {name!r} is not what describes a data set")
-    if any(n <= 0 for n in known.get("std") or ()):
-        raise ArtifactError(f"{place}, 'data': 'std' must be positive")
-    return {name: known[name] for name in checks if name in known} | ({} if noise is None else {"dense_noise": noise})
-
-
-def as_trained(data: Dataset, known: Mapping[str, Any]) -> ArrayData:
+def as_trained(data: Dataset, known: DataInfo) -> ArrayData:
     """The test split of other data as the run's networks expect it: same shape and classes, their normalisation."""
-    shape, classes = known.get("shape"), known.get("classes")
-    if shape is not None and list(data.test.x.shape[1:]) != shape:
-        found = tuple(data.test.x.shape[1:])
+    shape = list(data.test.x.shape[1:])
+    if known.shape and shape != known.shape:
         raise DataError(
-            f"{data.name} has inputs of shape {found}, but the run was trained on {tuple(shape)}: give data of that "
-            "shape; images in folders are resized by --image-size"
+            f"{data.name} has inputs of shape {tuple(shape)}, but the run was trained on {tuple(known.shape)}: give "
+            "data of that shape; images in folders are resized by --image-size"
         )
-    if classes is not None and list(data.classes) != classes:
+    if known.classes is not None and list(data.classes) != known.classes:
         raise DataError(
             f"{data.name} has other classes ({', '.join(data.classes[:4])}, ...) than the run "
-            f"({', '.join(classes[:4])}, ...): the labels would not mean the same"
+            f"({', '.join(known.classes[:4])}, ...): the labels would not mean the same"
         )
-    mean, std = known.get("mean"), known.get("std")
-    return data.test if mean is None or std is None else replace(data.test, mean=tuple(mean), std=tuple(std))
+    if known.mean is None or known.std is None:
+        return data.test
+    return replace(data.test, mean=tuple(known.mean), std=tuple(known.std))
 
 
 def disk(folder: Path, result: Result) -> dict[str, int]:

@@ -215,7 +215,7 @@ def _export(parser: Parser) -> None:
     about = "Write a run's networks as one file for other runtimes, with a dynamic batch."
     _describe(parser, "export DIR --out FILE", about, EXPORT)
     _folder(parser)
-    parser.set_defaults(particle=None)  # to tell whether it was given beside --posterior
+    parser.set_defaults(particle=None)  # None: not given, as --posterior wants it
     add(parser, "--out", str, "File to write.", required=True, metavar="FILE")
     add(parser, "--format", Literal["onnx", "pt2"], "Its kind; by default what its name ends in, or onnx.")
     text = "All particles, with their uncertainty as further outputs."

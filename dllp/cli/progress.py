@@ -1,17 +1,20 @@
-"""What the command line shows: progress while a run goes on, and the table at its end."""
+"""Displays of the command line: lines, a bar or TensorBoard while a run goes on, and the tables at its end."""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -19,18 +22,17 @@ from rich.text import Text
 from dllp.deploy.speed import LayerTime, headline, holding_back
 from dllp.deploy.speed import Row as SpeedRow
 from dllp.deploy.speed import describe as describe_speed
+from dllp.errors import ConfigError
 from dllp.evaluation.evaluate import CLEAN, OOD, TOGETHER, Evaluation, Row
 from dllp.records import EpochRecord
+from dllp.runs.names import TENSORBOARD
 from dllp.training.state import RunState
 
-try:
-    import resource
-except ImportError:  # Windows has none
-    resource = None
-
-
-NAME, WIDEST = 16, 10_000
-"""Columns that a name keeps in a table on a narrow terminal, and in which every table finds room."""
+WIDTH = 80
+"""Columns in which every table finds room; on a narrower terminal its lines wrap, and no number is cut."""
+CURVES = ("loss", "accuracy", "cost", "undecided", "multiplier", "noise", "lr", "temperature", "budget",
+          "discrepancy", "seconds")  # fmt: skip
+"""Fields of an epoch's record that TensorBoard shows."""
 
 
 class Silent(AbstractContextManager["Silent"]):
@@ -68,7 +70,7 @@ class Lines(Silent):
         self.epochs = state.config.epochs  # fine-tuning has its own
 
     def epoch(self, record: EpochRecord) -> None:
-        # the first epoch also warms up; later ones tell more about those to come
+        # the first epoch also warms up; later ones predict better how long those to come will take
         self.seconds = (self.seconds + record.seconds) / 2 if self.seconds else record.seconds
         if time.monotonic() < self.last + self.pause:
             return
@@ -76,7 +78,7 @@ class Lines(Silent):
         left = timedelta(seconds=round(self.seconds * (self.epochs - record.epoch)))
         rate = f"{self.steps / record.seconds:.1f} steps/s" if record.seconds else ""
         place = f"{self.title} epoch {record.epoch}/{self.epochs} {rate} {left} left"
-        print(f"{place} {describe(record, self.target)} {memory(self.device)}".rstrip(), flush=True)
+        print(f"{place} {describe(record, self.target, self.device)}", flush=True)
 
 
 class Bar(Silent):
@@ -103,8 +105,7 @@ class Bar(Silent):
 
     def epoch(self, record: EpochRecord) -> None:
         epoch = f"epoch {min(record.epoch + 1, self.epochs)}/{self.epochs}"
-        numbers = f"{describe(record, self.target)} {memory(self.device)}"
-        self.bar.update(self.task, epoch=epoch, numbers=numbers)
+        self.bar.update(self.task, epoch=epoch, numbers=describe(record, self.target, self.device))
 
     def __exit__(self, *exception: object) -> None:
         self.bar.stop()
@@ -120,7 +121,7 @@ def reporter(quiet: bool, pause: float = 0.0) -> Silent:
     """The bar where standard error is a terminal, lines with a `pause` where it is not, nothing when quiet."""
     if quiet:
         return Silent()
-    return Bar(_stderr()) if sys.stderr.isatty() else Lines(pause)
+    return Bar(Console(stderr=True)) if sys.stderr.isatty() else Lines(pause)
 
 
 @contextmanager
@@ -129,7 +130,9 @@ def download(quiet: bool) -> Iterator[Callable[[int, int | None], None] | None]:
     if quiet or not sys.stderr.isatty():
         yield None
         return
-    with Progress("downloading", BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=_stderr()) as bar:
+    with Progress(
+        "downloading", BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=Console(stderr=True)
+    ) as bar:
 
         def report(done: int, size: int | None) -> None:
             task = bar.task_ids[0] if bar.task_ids else bar.add_task("")
@@ -143,25 +146,17 @@ def warn(text: str) -> None:
     print("dllp: warning:", " ".join(text.split()), file=sys.stderr, flush=True)
 
 
-def describe(record: EpochRecord, target: float | None) -> str:
-    """The numbers of one epoch, means over the particles."""
-    parts = [f"loss {_mean(record.loss):.4f}"]
+def describe(record: EpochRecord, target: float | None, device: torch.device) -> str:
+    """The numbers of one epoch, means over the particles, and the most memory that was taken on a GPU."""
+    parts = [f"loss {fmean(record.loss):.4f}"]
     if record.phase != "open":
         goal = f" (target {target:g})" if target is not None else ""
-        parts.append(f"cost {_mean(record.cost):.3f}{goal}")
+        parts.append(f"cost {fmean(record.cost):.3f}{goal}")
     if record.phase == "soft":
-        parts.append(f"τ {record.temperature:.2f} undecided {100 * _mean(record.undecided):.0f}%")
-    return " ".join(parts)
-
-
-def memory(device: torch.device) -> str:
-    """Most memory that this process has held: of the device, or of the machine."""
+        parts.append(f"τ {record.temperature:.2f} undecided {100 * fmean(record.undecided):.0f}%")
     if device.type == "cuda":
-        return _short(torch.cuda.max_memory_allocated(device), "B")
-    if resource is None:
-        return ""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return _short(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "B")
+        parts.append(_short(torch.cuda.max_memory_allocated(device), "B"))
+    return " ".join(parts)
 
 
 @contextmanager
@@ -170,8 +165,61 @@ def status(quiet: bool) -> Iterator[Callable[[str], None]]:
     if quiet or not sys.stderr.isatty():
         yield lambda text: None
         return
-    with _stderr().status("") as line:
+    with Console(stderr=True).status("") as line:
         yield lambda text: line.update(Text(text))  # a folder's name is no markup
+
+
+# ---- TensorBoard
+
+
+def require_tensorboard() -> None:
+    """Raise where it is not installed, with the way to get it."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError("--tensorboard needs tensorboard: pip install 'dllp[tensorboard]'")
+
+
+class Board:
+    """The curves and histograms of one training for TensorBoard.
+
+    Args:
+        folder: The run folder.
+        training: Its name, `pruned` or `dense`: the board shows them beside each other.
+    """
+
+    def __init__(self, folder: Path, training: str) -> None:
+        self.place = folder / TENSORBOARD / training
+        self.writer: Any = None
+        self.state: RunState | None = None
+
+    def start(self, state: RunState) -> None:
+        """Begin, or begin again after a rollback: what was written of later epochs is purged."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.close()
+        self.state = state
+        self.writer = SummaryWriter(str(self.place), purge_step=len(state.history) + 1)
+
+    def epoch(self, record: EpochRecord) -> None:
+        """The curves, one for each particle where there are several, and the histograms."""
+        if self.writer is None or self.state is None:
+            return
+        for name in CURVES:
+            value = getattr(record, name)
+            parts = value if isinstance(value, list) else [] if value is None else [value]
+            for i, part in enumerate(parts):
+                self.writer.add_scalar(name if len(parts) == 1 else f"{name}/particle {i + 1}", part, record.epoch)
+        logits = self.state.latents.logits
+        if logits.numel():
+            self.writer.add_histogram("gates", logits.sigmoid(), record.epoch)
+        for name, parameter in self.state.particles.networks[0].named_parameters():
+            if parameter.dim() > 1:
+                self.writer.add_histogram(f"weights/{name}", parameter.detach(), record.epoch)
+        self.writer.flush()
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None
 
 
 # ---- tables
@@ -189,9 +237,9 @@ def show(rows: Sequence[Row], title: str) -> None:
         cells += [_short(row.macs, ""), _short(row.params, ""), _short(row.bytes, "B")]
         cells += [_number(name, row.metrics.get(name)) for name in calibration]
         sections.setdefault("" if row.data == CLEAN else row.data, []).append(cells)
-    console = Console(file=sys.stdout)
+    console = _stdout()
     console.print(Text(title), soft_wrap=True)  # names out of files are no markup, and may be wider than the table
-    console.print(_table(None, columns, sections), crop=False)
+    console.print(_table(None, columns, sections))
 
 
 def show_evaluation(found: Evaluation, title: str) -> None:
@@ -205,7 +253,7 @@ def show_evaluation(found: Evaluation, title: str) -> None:
             for e in found.efficiency
         ]
         table = _table("estimation efficiency e = s2 / (s2 + a2/n + b2)", heads, {"": rows})
-        Console(file=sys.stdout).print(table, crop=False)
+        _stdout().print(table)
 
 
 def _show_outside(rows: Sequence[Row], regression: bool) -> None:
@@ -223,13 +271,34 @@ def _show_outside(rows: Sequence[Row], regression: bool) -> None:
         sections.setdefault(row.data.removeprefix(OOD), []).append(cells)
     title = f"out-of-distribution inputs,\nby the {'variance' if regression else 'entropy'} of the prediction"
     if rows:
-        Console(file=sys.stdout).print(_table(title, ("network", *names.values()), sections), crop=False)
+        _stdout().print(_table(title, ("network", *names.values()), sections))
 
 
 def show_speed(rows: Sequence[SpeedRow], layers: Sequence[LayerTime], title: str) -> None:
-    """Print what `dllp speed` measured, how much of the saved FLOPs became time, and the layers that hold it back."""
-    console = Console(file=sys.stdout)
-    console.print(render_speed(rows, title), crop=False)
+    """Print what `dllp speed` measured, how much of the saved FLOPs became time, and the layers that hold it back.
+
+    A small table for each setting, then one with what does not depend on it.
+    """
+    settings: dict[str, list[list[str]]] = {}
+    sizes: dict[str, list[str]] = {}
+    for row in rows:
+        name, runtime = row.network + " int8" * row.runtime.endswith("int8"), row.runtime.split()[0]
+        threads = f" {row.threads} thread{'s' * (row.threads > 1)}" if row.device == "cpu" else ""
+        spread = f"{1e3 * row.low:.2f}-{1e3 * row.high:.2f}"
+        gain = "-" if row.speedup is None else f"{row.speedup:.2f}x"
+        share = "-" if row.share is None else f"{100 * row.share:.0f}%"
+        cells = [name, f"{1e3 * row.median:.2f}", spread, f"{row.throughput:.0f}", gain, share]
+        settings.setdefault(f"{runtime}, {row.device}{threads}, batch {row.batch}", []).append(cells)
+        if row.memory is not None:
+            name = f"{name}, {runtime} {row.device}"
+            sizes.setdefault(name, [name, _short(row.macs, ""), _short(row.bytes, "B"), _short(row.memory, "B")])
+    console = _stdout()
+    console.print(Text(title, style="bold"))
+    heads = "network", "ms", "quartiles", "examples/s", "speed-up", "time share"
+    for name, cells in settings.items():
+        console.print(_table(name, heads, {"": cells}))
+    heads = "network", "MACs", "on disk", "peak"
+    console.print(_table("sizes (peak: memory at the largest batch)", heads, {"": list(sizes.values())}))
     console.print("time share: time saved over FLOPs saved; int8: its accuracy was not measured")
     row = headline(rows)
     if row is None or row.share is None:
@@ -245,41 +314,15 @@ def show_speed(rows: Sequence[SpeedRow], layers: Sequence[LayerTime], title: str
         console.print(text, markup=False, highlight=False)
 
 
-def render_speed(rows: Sequence[SpeedRow], title: str) -> Group:
-    """A small table for each setting, then one with what does not depend on it; all fit 80 columns."""
-    settings: dict[str, list[list[str]]] = {}
-    sizes: dict[str, list[str]] = {}
-    for row in rows:
-        name, runtime = row.network + " int8" * row.runtime.endswith("int8"), row.runtime.split()[0]
-        threads = f" {row.threads} thread{'s' * (row.threads > 1)}" if row.device == "cpu" else ""
-        spread = f"{1e3 * row.low:.2f}-{1e3 * row.high:.2f}"
-        gain = "-" if row.speedup is None else f"{row.speedup:.2f}x"
-        share = "-" if row.share is None else f"{100 * row.share:.0f}%"
-        cells = [name, f"{1e3 * row.median:.2f}", spread, f"{row.throughput:.0f}", gain, share]
-        settings.setdefault(f"{runtime}, {row.device}{threads}, batch {row.batch}", []).append(cells)
-        if row.memory is not None:
-            name = f"{name}, {runtime} {row.device}"
-            sizes.setdefault(name, [name, _short(row.macs, ""), _short(row.bytes, "B"), _short(row.memory, "B")])
-    heads = "network", "ms", "quartiles", "examples/s", "speed-up", "time share"
-    parts = [_table(name, heads, {"": cells}) for name, cells in settings.items()]
-    heads = "network", "MACs", "on disk", "peak"
-    parts.append(_table("sizes (peak: memory at the largest batch)", heads, {"": list(sizes.values())}))
-    return Group(Text(title, style="bold"), *parts)
-
-
-class _Whole(Table):
-    """A table that folds long names, and is wider than a narrow terminal rather than without ends of its numbers."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        free = options.update(width=WIDEST)
-        names = max((console.measure(cell, options=free).maximum for cell in self.columns[0].cells), default=0)
-        needed = self.__rich_measure__(console, free).maximum - max(0, names - NAME)
-        yield from super().__rich_console__(console, options.update(width=max(options.max_width, needed)))
+def _stdout() -> Console:
+    console = Console(file=sys.stdout)
+    console.width = max(console.width, WIDTH)
+    return console
 
 
 def _table(title: str | None, columns: Sequence[str], sections: Mapping[str, Sequence[Sequence[str]]]) -> Table:
     """Rows of cells under the name of their section, if it has one; names to the left, numbers to the right."""
-    table = _Whole(
+    table = Table(
         title=title and Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
     )
     for i, name in enumerate(columns):
@@ -291,14 +334,6 @@ def _table(title: str | None, columns: Sequence[str], sections: Mapping[str, Seq
         for cells in rows:
             table.add_row(*cells, style="bold" if cells[0] == TOGETHER else None)
     return table
-
-
-def _stderr() -> Console:
-    return Console(stderr=True)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _number(name: str, value: float | None) -> str:

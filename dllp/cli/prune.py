@@ -17,7 +17,7 @@ from dllp import api, zoo
 from dllp.api import Result
 from dllp.baselines import find as find_method
 from dllp.baselines import run as baseline
-from dllp.cli import progress, tensorboard
+from dllp.cli import progress
 from dllp.cli.evaluate import write_rows
 from dllp.cli.open_run import build_network, check_import, configure, describe, disk, read_data
 from dllp.config import Config, changeable
@@ -50,7 +50,6 @@ BEFORE = "before fine-tuning"
 def run(args: Namespace) -> None:
     """Make a run folder, or finish the one that `--resume` names."""
     out = Path(args.out)
-    rhythm = {"every_steps": args.checkpoint_steps, "every_minutes": args.checkpoint_minutes}
     with joined() as ranks, Signals() as signals, ExitStack() as held:
         if ranks.rank:
             return follow(ranks, signals)
@@ -61,8 +60,7 @@ def run(args: Namespace) -> None:
             if args.resume and (args.overwrite or args.config):
                 raise ConfigError("--resume goes on with the folder's own run: leave out --overwrite and --config")
             if args.tensorboard:
-                tensorboard.require_tensorboard()
-            Checkpoints(out, **rhythm)  # bad values are errors before any data is read
+                progress.require_tensorboard()
             folder = held.enter_context(RunFolder(out, resume=args.resume, overwrite=args.overwrite))
             if args.resume and folder.finished:
                 if (out / SETTINGS).is_file():  # a run that was made in Python has none
@@ -79,7 +77,7 @@ def run(args: Namespace) -> None:
         task, values = found
         if task.is_code:
             folder.command += f" --model {shlex.quote(task.model)}"
-        _Pruning(args, ranks, folder, signals, rhythm).run(task, values)
+        _Pruning(args, ranks, folder, signals, task).run(values)
 
 
 def follow(ranks: Ranks, signals: Signals) -> None:
@@ -154,29 +152,26 @@ def chosen_settings(args: Namespace, ranks: Ranks) -> tuple[Task, dict[str, Any]
 class _Pruning:
     """One run of the command, from validated options to the table at the end."""
 
-    def __init__(
-        self, args: Namespace, ranks: Ranks, folder: RunFolder, signals: Signals, rhythm: dict[str, Any]
-    ) -> None:
-        self.ranks, self.folder, self.signals, self.rhythm = ranks, folder, signals, rhythm
-        self.quiet, self.show_board = args.quiet, args.tensorboard
+    def __init__(self, args: Namespace, ranks: Ranks, folder: RunFolder, signals: Signals, task: Task) -> None:
+        self.args, self.ranks, self.folder, self.signals, self.task = args, ranks, folder, signals, task
 
-    def run(self, task: Task, values: dict[str, Any]) -> None:
-        data, config, model, self.new_head = prepared(self.ranks, task, values, self.leave_out, self.quiet)
-        for text in self.new_head:
+    def run(self, values: dict[str, Any]) -> None:
+        quiet, out = self.args.quiet, self.folder.folder
+        data, config, model, new_head = prepared(self.ranks, self.task, values, self.leave_out, quiet)
+        for text in new_head:
             progress.warn(text)
         device = find_device(config.device)
-        task = task.anchored()
+        self.task = task = self.task.anchored()
         self.text = settings.write(task, config)
-        if self.folder.resume and device.type == "cuda" and not config.deterministic:
-            self.say("on CUDA without --deterministic the result has the same quality, but is not equal bit for bit")
+        if self.folder.resume and device.type == "cuda" and not config.deterministic and not quiet:
+            print("on CUDA without --deterministic the result has the same quality, but is not equal bit for bit")
         before: Result | None = None
-        with progress.reporter(self.quiet) as shown:
+        with progress.reporter(quiet) as self.shown:
             if task.method == DLLP:
-                result, dense = self.dllp(task, model, data, config, shown)
+                result, dense = self.dllp(model, data, config, new_head)
             else:
-                result, dense, before = self.other(task, model, data, config, shown)
-        result.info["data"] = describe(data)
-        out = self.folder.folder
+                result, dense, before = self.other(model, data, config)
+        result.info["data"] = asdict(describe(data))
         result.write_networks(out)
         if dense is not None:
             write_network(out / DENSE_FILE, dense.networks[0])
@@ -189,47 +184,45 @@ class _Pruning:
         if config.task == "classification":
             examples.collect(found.clean[evaluate.TOGETHER], found.clean.get(evaluate.DENSE)).write(out)
         result.write_run(out)
-        if not self.quiet:
+        if not quiet:
             progress.show(rows, f"{task.model} on {len(data.test)} {task.split} examples of {task.data}")
             print(f"run folder: {out}")
 
     def dllp(
-        self, task: Task, model: torch.nn.Module, data: Any, config: Config, shown: progress.Silent
+        self, model: torch.nn.Module, data: Dataset, config: Config, new_head: list[str]
     ) -> tuple[Result, Posterior | None]:
         """DLLP's one training, and that of the dense network to compare with, where there has to be one."""
-        result = self.train(api.prune, "pruned", model, data, config, shown)
-        if not task.dense:
+        result = self.train(api.prune, "pruned", model, data, config)
+        if not self.task.dense:
             return result, None
-        alone = dense_recipe(task, config, self.new_head)
+        alone = dense_recipe(self.task, config, new_head)
         if alone is None:
             return result, posterior_of([model.cpu().eval()], torch.tensor([torch.nan]), config)
-        dense = self.train(api.train_dense, "dense", model, data, alone, shown).posterior
+        dense = self.train(api.train_dense, "dense", model, data, alone).posterior
         result.info["dense_noise"] = float(dense.noise[0])
         return result, dense
 
     def other(
-        self, task: Task, model: torch.nn.Module, data: Any, config: Config, shown: progress.Silent
+        self, model: torch.nn.Module, data: Dataset, config: Config
     ) -> tuple[Result, Posterior | None, Result | None]:
         """Another method's trainings; its own network before the cut is what it is compared with."""
-
-        def train(verb: baseline.Verb, stage: str, model: torch.nn.Module, data: Any, config: Config) -> Result:
-            return self.train(verb, stage, model, data, config, shown)
-
-        method, epochs = find_method(task.method), task.finetune_epochs
-        pruned = baseline.prune(method, model, data, config, finetune_epochs=epochs, train=train)
+        method, epochs = find_method(self.task.method), self.task.finetune_epochs
+        pruned = baseline.prune(method, model, data, config, finetune_epochs=epochs, train=self.train)
         result, noise = pruned.result, pruned.before.gates["noise"]
-        dense = posterior_of([result.reference], noise, config) if task.dense else None
+        dense = posterior_of([result.reference], noise, config) if self.task.dense else None
         result.info["dense_noise"] = float(noise[0])
         return result, dense, pruned.before if pruned.after else None
 
     def train(
-        self, verb: Callable[..., Result], name: str, model: torch.nn.Module, data: Any, config: Config,
-        shown: progress.Silent,
-    ) -> Result:  # fmt: skip
+        self, verb: Callable[..., Result], name: str, model: torch.nn.Module, data: Any, config: Config
+    ) -> Result:
         """One training with its checkpoints and its part of the log."""
-        board = tensorboard.Board(self.folder.folder, name) if self.show_board else None
-        place = self.folder.checkpoints / name
-        held = Checkpoints(place, ranks=self.ranks, on_begin=lambda: self.folder.begin(self.text), **self.rhythm)
+        board = progress.Board(self.folder.folder, name) if self.args.tensorboard else None
+        held = Checkpoints(
+            self.folder.checkpoints / name, every_steps=self.args.checkpoint_steps,
+            every_minutes=self.args.checkpoint_minutes, on_begin=lambda: self.folder.begin(self.text),
+            ranks=self.ranks,
+        )  # fmt: skip
 
         def on_start(state: RunState) -> None:
             self.signals.training = held
@@ -239,23 +232,23 @@ class _Pruning:
             if state.trouble:
                 rate = config.lr * state.lr_scale
                 progress.warn(f"{state.trouble}; back at step {state.step_index} with lr {rate:g}")
-            elif state.step_index:
-                self.say(f"{name}: going on after step {state.step_index} of {state.total_steps}")
+            elif state.step_index and not self.args.quiet:
+                print(f"{name}: going on after step {state.step_index} of {state.total_steps}", flush=True)
             self.folder.start_log(name, state.history)
             if board is not None:
                 board.start(state)
 
         def on_epoch(record: EpochRecord) -> None:
             self.folder.log(name, record)
-            shown.epoch(record)
+            self.shown.epoch(record)
             if board is not None:
                 board.epoch(record)
 
-        shown.begin(name, config.epochs, config.budget[1])
-        hooks: dict[str, Any] = {"on_start": on_start, "on_epoch": on_epoch, "on_step": shown.step}
+        self.shown.begin(name, config.epochs, config.budget[1])
+        hooks: dict[str, Any] = {"on_start": on_start, "on_epoch": on_epoch, "on_step": self.shown.step}
+        if not self.ranks.alone:
+            hooks["ranks"] = self.ranks
         try:
-            if not self.ranks.alone:
-                hooks["ranks"] = self.ranks
             result = verb(model, data, config, checkpoints=held, **hooks)
         except NumericsError:
             again, out = f"go on with {self.folder.command} --on-nan rollback", self.folder.folder
@@ -280,7 +273,3 @@ class _Pruning:
         """Report and log an image that cannot be read."""
         progress.warn(str(image))
         self.folder.leave_out(image.name, image.reason)
-
-    def say(self, text: str) -> None:
-        if not self.quiet:
-            print(text, flush=True)

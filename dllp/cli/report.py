@@ -34,16 +34,16 @@ def run(args: Namespace) -> None:
     report.require_plotly()
     folders = [Path(folder) for folder in args.folders]
     alone = len(folders) == 1
-    with progress.status(args.quiet) as tell:
+    with progress.status(args.quiet) as show:
         runs = []
         for folder in folders:
-            tell(f"reading {folder}")
+            show(f"reading {folder}")
             found = contents.read(folder)
             stored = read_settings(folder)
             if stored:
                 found = replace(found, settings=stored, command=command(folder, stored))
-            runs.append(_completed(found, args, tell) if alone else found)
-        tell("drawing")
+            runs.append(_completed(found, args, show) if alone else found)
+        show("drawing")
         page = report.build(runs)
     if args.out:
         path = Path(args.out)
@@ -70,16 +70,16 @@ def command(folder: Path, stored: Mapping[str, Any]) -> str:
     return shlex.join([*words, "--out", str(folder)])
 
 
-def _completed(found: contents.Run, args: Namespace, tell: Callable[[str], None]) -> contents.Run:
+def _completed(found: contents.Run, args: Namespace, show: Callable[[str], None]) -> contents.Run:
     """The run with what is not in its folder: time, answers to single examples, images; or why there is none."""
     missing: dict[str, str] = {}
     if found.speed is None:
-        tell("measuring latency")
+        show("measuring latency")
         try:
             found = replace(found, speed=_measured(found.folder, args))
         except DllpError as error:
             missing["latency"] = f"Latency was not measured: {error}"
-    tell("looking at the test data")
+    show("looking at the test data")
     try:
         data = read_run(found.folder, args.chosen, args.trust_imports, needed=("data",)).read_data(quiet=args.quiet)
         if found.examples is None and not found.regression:

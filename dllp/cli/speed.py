@@ -26,10 +26,10 @@ def run(args: Namespace) -> None:
     opened = read_run(folder, args.chosen, args.trust_imports).open(shape=args.shape)
     shape = opened.shape
     dense, pruned, *more = speed.subjects(opened.result, shape, particle=args.particle - 1, round_to=args.round_to)
-    with progress.status(args.quiet) as tell:
+    with progress.status(args.quiet) as show:
         found = [dense, pruned, *more]
-        rows = speed.measure(found, shape, batches=args.batch, seconds=args.seconds, progress=tell)
-        tell("layers")
+        rows = speed.measure(found, shape, batches=args.batch, seconds=args.seconds, progress=show)
+        show("layers")
         layers = speed.layers(dense, pruned, shape, batch=max(args.batch))
     report = {
         "folder": str(folder),

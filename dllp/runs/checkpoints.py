@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dllp import files
 from dllp.devices.ranks import Ranks
-from dllp.errors import ArtifactError, ConfigError, Interrupted
+from dllp.errors import ArtifactError, Interrupted
 from dllp.runs import tensors
 
 FORMAT = "dllp-checkpoint-3"
@@ -47,8 +47,6 @@ class Checkpoints:
         on_begin: Callable[[], None] | None = None, ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
         self.folder = None if folder is None else Path(folder)
-        if every_steps < 0 or not 0 <= every_minutes < float("inf"):
-            raise ConfigError(f"checkpoints every {every_steps} steps or {every_minutes} minutes: give 0 or more")
         self.kept, self.on_begin, self.ranks = kept, on_begin, ranks or Ranks()
         self.every_steps, self.every_seconds = every_steps, 60 * every_minutes
         self.damaged: list[str] = []
@@ -168,10 +166,8 @@ def read(path: Path) -> State:
     found, texts = tensors.read_checked(path)
     if texts.get("format") != FORMAT:
         raise ArtifactError(f"{path} is not a checkpoint of this version of dllp")
-    try:
+    with suppress(ValueError, RecursionError):
         values = json.loads(texts.get("values", ""))
-    except (ValueError, RecursionError):
-        raise ArtifactError(f"{path}: its values are not valid JSON: the file is damaged") from None
-    if not isinstance(values, dict):
-        raise ArtifactError(f"{path}: its values are no object: the file is damaged")
-    return found, values
+        if isinstance(values, dict):
+            return found, values
+    raise ArtifactError(f"{path}: its values are no JSON object: the file is damaged")

@@ -51,7 +51,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self._begun = False
         self._log: list[dict[str, Any]] = []
         self._left_out: dict[str, str] = {}
-        self._logging = False
 
     @property
     def finished(self) -> bool:
@@ -66,8 +65,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self._check_names()
         if self.folder.is_dir():
             self._hold()
-        elif self.resume:
-            raise ArtifactError(f"{self.folder} is not there: --resume needs the folder of an unfinished run")
         try:
             self._check_free()
         except BaseException:
@@ -88,8 +85,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     # ---- who may write here
 
     def _check_names(self) -> None:
-        if self.folder.is_symlink() and not self.folder.exists():
-            raise ArtifactError(f"{self.folder} is a link to nothing: make that folder, or give another")
         if not self.folder.exists():
             return
         if not self.folder.is_dir():
@@ -97,10 +92,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         for place in (self.checkpoints, *self.checkpoints.glob("*")):  # files are written and removed there
             files.contained(self.folder, place)
         names = [path.name for path in self.folder.iterdir()]
-        strange = [name for name in names if not any(fnmatch.fnmatchcase(name, own) for own in OWN)]
+        strange = any(not any(fnmatch.fnmatchcase(name, own) for own in OWN) for name in names)
         if not self.finished and (strange or (SETTINGS in names and not self.unfinished)):
-            if self.resume and not strange:
-                raise ArtifactError(f"{self.folder} has no checkpoints to go on from: start anew in another folder")
             raise ArtifactError(f"{self.folder} holds other files: choose another folder for the run")
 
     def _check_free(self) -> None:
@@ -138,7 +131,9 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         if self._begun:
             return
         try:
-            if not self.resume:
+            if self.resume:
+                self._left_out = self._known() | self._left_out
+            else:
                 self._take()
             self._sweep()
             self._begun = True
@@ -165,9 +160,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         """The log as it was when `training` stood at its checkpoint: no epoch is in it twice."""
         self._log = [line for line in self._log if line["training"] != training]
         self._log += [{"training": training, **record.as_dict()} for record in history]
-        if self.resume and not self._logging:
-            self._left_out = self._known() | self._left_out
-        self._logging = True
         images = [{"left_out": name, "reason": reason} for name, reason in self._left_out.items()]
         text = "".join(json.dumps(line) + "\n" for line in (*images, *self._log))
         files.write_bytes(self.folder / LOG, text.encode())
@@ -182,19 +174,18 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         name = os.path.abspath(name)  # a run that goes on reads its data by absolute paths
         if name not in self._left_out:
             self._left_out[name] = reason
-            if self._logging:
+            if self._begun:
                 self._append({"left_out": name, "reason": reason})
 
     def _known(self) -> dict[str, str]:
         """Images that the log of a run that goes on has already; a line that was torn says nothing."""
         found: dict[str, str] = {}
-        path = self.folder / LOG
-        if path.exists():
-            for line in files.read_bytes(member(self.folder, LOG), files.cap()).splitlines():
-                with suppress(ArtifactError):
-                    value = files.parse_json(line, path)
-                    if isinstance(value, dict) and isinstance(value.get("left_out"), str):
-                        found[value["left_out"]] = str(value.get("reason", ""))
+        path = member(self.folder, LOG)
+        for line in files.read_bytes(path, files.cap()).splitlines() if path.exists() else ():
+            with suppress(ArtifactError):
+                value = files.parse_json(line, path)
+                if isinstance(value, dict) and isinstance(value.get("left_out"), str):
+                    found[value["left_out"]] = str(value.get("reason", ""))
         return found
 
     def _append(self, line: dict[str, Any]) -> None:
@@ -235,23 +226,17 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 # ---- a folder at once
 
 
-def check_free(folder: Path, overwrite: bool = False) -> None:
-    """Raise unless a run may be written there; only a run folder or an empty one is ever replaced."""
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise ArtifactError(f"{folder} is a file: give a folder for the run")
+@contextmanager
+def new_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary folder beside `folder` that takes its place when the block ends well, and is gone otherwise.
+
+    Only a run folder or an empty one is ever replaced.
+    """
     if (folder / RUN).exists():
         if not overwrite:
             raise ArtifactError(f"{folder} already holds a run: choose another folder, or replace it (--overwrite)")
-    elif any(folder.iterdir()):
+    elif folder.is_dir() and any(folder.iterdir()):
         raise ArtifactError(f"{folder} holds other files: choose another folder for the run")
-
-
-@contextmanager
-def new_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary folder beside `folder` that takes its place when the block ends well, and is gone otherwise."""
-    check_free(folder, overwrite)
     folder = folder.absolute()
     made = [parent for parent in folder.parents if not parent.exists()]
     # the name is cut, so that the longest one that is allowed can still be written
@@ -259,9 +244,6 @@ def new_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     replaced: Path | None = None
     try:
         temporary.mkdir(parents=True)
-    except OSError as error:
-        raise ArtifactError(f"cannot write to {folder.parent}: {error.strerror}") from None
-    try:
         yield temporary
         if overwrite and folder.exists():
             replaced = temporary.with_name(temporary.name + "-old")

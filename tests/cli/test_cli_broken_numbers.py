@@ -58,7 +58,7 @@ def nan_gradient(state: RunState) -> None:
 
 
 @pytest.mark.parametrize(
-    ("act", "told"),
+    ("act", "reported"),
     [
         (nan_weight, ["the weights of particle 2", "(layer ", ".weight)"]),
         (nan_gate, ["the gate logits of particle 1", "(layer "]),
@@ -67,14 +67,14 @@ def nan_gradient(state: RunState) -> None:
 )
 def test_a_broken_number_is_named_and_rollback_is_offered(
     data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    act: Callable[[RunState], None], told: list[str],
+    act: Callable[[RunState], None], reported: list[str],
 ) -> None:  # fmt: skip
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
         poison(patch, act, step=4)
         assert main(command(data, out, "--no-dense")) == 2
     error = capsys.readouterr().err
-    for word in [*told, "NaN or infinity", "at step 5 (epoch 2)", f"--resume --out {out} --on-nan rollback"]:
+    for word in [*reported, "NaN or infinity", "at step 5 (epoch 2)", f"--resume --out {out} --on-nan rollback"]:
         assert word in error
     assert error.count("\n") == 1
     assert [path.name for path in (out / "checkpoints/pruned").iterdir()] == ["step-000000003.safetensors"]

@@ -150,36 +150,33 @@ def test_an_unfinished_run_is_not_replaced_by_mistake(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         (["--epochs", "9"], ["epochs = 9 contradicts the run, which has 3"]),
         (["--keep-flops", "0.5"], ["keep_flops = 0.5 contradicts"]),
         (["--data", "digits"], ["data = digits contradicts"]),
         (["--overwrite"], ["leave out --overwrite"]),
         (["--config", "a.yaml"], ["leave out", "--config"]),
-        (["--checkpoint-steps", "-1"], ["-1 steps"]),
         (["--checkpoint-minutes", "nan"], ["checkpoint_minutes = nan"]),
-        (["--out", "nowhere"], ["nowhere is not there"]),
+        (["--out", "nowhere"], ["nowhere holds no unfinished run"]),
         (["--out", "data"], ["other files"]),
         (["--out", "empty"], ["holds no unfinished run"]),
-        (["--out", "settings"], ["settings has no checkpoints to go on from: start anew in another folder"]),
-        (["--out", "astray"], ["astray is a link to nothing"]),
+        (["--out", "settings"], ["settings holds other files"]),
     ],
 )
 def test_a_contradiction_is_one_line(
     data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    words: list[str], told: list[str],
+    words: list[str], reported: list[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     unfinished(data, Path("out"), monkeypatch)
     for name in ("empty", "settings"):
         (tmp_path / name).mkdir()
     (tmp_path / "settings" / "config.yaml").write_text("epochs: 3")
-    (tmp_path / "astray").symlink_to("nowhere")
     capsys.readouterr()
     before = digest_below(tmp_path)
     assert main(["prune", "--resume", "--out", "out", *words]) == 2
-    one_line(capsys, "error: ", *told)
+    one_line(capsys, "error: ", *reported)
     assert digest_below(tmp_path) == before
 
 
@@ -242,5 +239,5 @@ def test_a_lock_dies_with_its_process(
 
 
 def test_a_folder_that_vanishes_before_it_is_held(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="is not there"), RunFolder(tmp_path / "a", resume=True):
+    with pytest.raises(ArtifactError, match="holds no unfinished run"), RunFolder(tmp_path / "a", resume=True):
         pass

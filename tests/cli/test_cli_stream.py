@@ -92,9 +92,9 @@ def test_bad_files_are_told_and_too_many_end_the_run(
     (data / "train" / "cat" / "003.jpg").write_bytes(b"")
     words = command(data, tmp_path / "out", "--workers", "1")
     assert main([*words, "--max-bad", "5%"]) == 0
-    told = capsys.readouterr().err.splitlines()
-    assert all(line.startswith("dllp: warning:") for line in told)
-    assert ["cat/003.jpg is left out" in line for line in told] == [True] + [False] * (len(told) - 1)
+    reported = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("dllp: warning:") for line in reported)
+    assert ["cat/003.jpg is left out" in line for line in reported] == [True] + [False] * (len(reported) - 1)
     assert main([*words, "--overwrite"]) == 2
     one_line(capsys, "cannot read 1 of 24 images, more than max_bad = 0.1% allows", "cat/003.jpg (it is empty)")
     assert main([*words, "--overwrite", "--max-bad", "all"]) == 2

@@ -136,28 +136,25 @@ def test_files_of_strangers_run_nothing_and_take_no_more_than_they_have(
         assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
     refused("is no file")
+    alone = r"a.pt cannot be read as weights alone: .* save model.state_dict\(\), best as .safetensors$"
     torch.save({"0.weight": Trap()}, path)
-    refused(r"cannot be read as weights alone, it holds Python objects \(io.open\)")
+    refused(alone)
     torch.save(network(), path)
-    refused(
-        r"a.pt cannot be read as weights alone, it holds Python objects \(torch.nn.modules.\w+.\w+ and \d+ more\), "
-        r"as a whole module does: save model.state_dict\(\), best as .safetensors$"
-    )
+    refused(alone)
     path.write_bytes(pickle.dumps(Trap()))
-    refused("is no file of torch.save")
+    refused(alone)
     torch.save(state(network()), path)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    refused("is no file of torch.save")
-    buffer = io.BytesIO(whole)
-    with zipfile.ZipFile(buffer) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+    refused(alone)
+    with zipfile.ZipFile(io.BytesIO(whole)) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
         for name in old.namelist():
             new.writestr(name, old.read(name))
-    refused("packed or too large part")
+    refused(alone)
     with zipfile.ZipFile(io.BytesIO(whole)) as old, zipfile.ZipFile(path, "w") as new:
         for name in old.namelist():
             new.writestr(name, b"garbage" if name.endswith(".pkl") else old.read(name))
-    refused(r"cannot be read as weights alone, it is damaged: save model.state_dict\(\), best as .safetensors$")
+    refused(alone)
     path.write_bytes(whole)
     monkeypatch.setenv(files.CAP_VARIABLE, "100")
     refused("more than the 100")
