@@ -1,7 +1,7 @@
 """Files read under a cap on memory, and written whole or not at all.
 
-Plain files only, strict JSON, and one line that names the file where anything is wrong with it. SECURITY.md states the
-limits; nothing here runs what a file holds.
+Plain files only, strict JSON whose values are held to annotated types, and one line that names the file where anything
+is wrong with it. SECURITY.md states the limits; nothing here runs what a file holds.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import math
 import os
 import stat
 import sys
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar, get_args, get_origin
 
+from dllp.config import fits, in_words, types_of
 from dllp.errors import ArtifactError, ConfigError, DllpError
 
+T = TypeVar("T")
 CAP_VARIABLE = "DLLP_MAX_BYTES"
 CAP = 2**34
 """Most bytes that one file may make us hold, whatever it declares; $DLLP_MAX_BYTES overrides it."""
@@ -129,6 +132,45 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         raise ValueError("an object holds one name twice")
     return result
+
+
+# ---- types
+
+
+def typed(hint: type[T], value: Any, place: object, kind: type[DllpError] = ArtifactError) -> T:
+    """A JSON value as its annotated type: dataclasses are made of objects, all else is returned as it is.
+
+        typed(EpochRecord, value, path)         a dataclass, made of an object
+        typed(list[Size], value, path)          a list of them
+
+    Names that a dataclass lacks are ignored: files may hold computed values besides.
+
+    Args:
+        place: The file, for the error: `run.json: history[3].loss[0] must be a number`.
+        kind: What to raise.
+    """
+    return _typed(hint, value, "", place, kind)
+
+
+def _typed(hint: Any, value: Any, name: str, place: object, kind: type[DllpError]) -> Any:
+    if fits(value, hint):
+        return value
+    if is_dataclass(hint) and isinstance(value, dict):
+        hints, parts = types_of(hint), {}  # type: ignore[arg-type]
+        for field in fields(hint):
+            inner = f"{name}.{field.name}".lstrip(".")
+            if field.name in value:
+                parts[field.name] = _typed(hints[field.name], value[field.name], inner, place, kind)
+            elif field.default is MISSING and field.default_factory is MISSING:
+                raise kind(f"{place}: {inner} is missing")
+        return hint(**parts)  # type: ignore[operator]
+    if get_origin(hint) is list and isinstance(value, list):
+        (inner,) = get_args(hint)
+        return [_typed(inner, part, f"{name}[{i}]", place, kind) for i, part in enumerate(value)]
+    if get_origin(hint) is dict and isinstance(value, dict):
+        inner = get_args(hint)[1]
+        return {key: _typed(inner, part, f"{name}.{key}".lstrip("."), place, kind) for key, part in value.items()}
+    raise kind(f"{place}: {name or 'the document'} must be {in_words(hint)}")
 
 
 # ---- writing

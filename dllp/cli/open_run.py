@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dllp import zoo
+from dllp import files, zoo
 from dllp.api import Result, load
 from dllp.baselines import find as find_method
 from dllp.cli import progress
@@ -31,7 +31,6 @@ from dllp.runs.names import DENSE as DENSE_FILE
 from dllp.runs.names import RUN, SETTINGS, member, particle
 from dllp.runs.result import Run
 from dllp.runs.result import read_run as read_record
-from dllp.runs.schema import typed
 from dllp.runs.settings import DLLP, Task
 from dllp.runs.tensors import check_shapes, read_network
 
@@ -228,7 +227,7 @@ def read_run(
     task, _ = settings.split({**stored, **chosen})
     if "model" in needed:
         check_import(task, "model" in chosen or trust_imports, "the run's")
-    info = typed(Info, record.info, f"{folder / RUN}: info")
+    info = files.typed(Info, record.info, f"{folder / RUN}: info")
     sizes = info.data.num_classes, info.data.in_channels, info.data.image_size, *info.data.shape
     if not all(0 <= size <= LARGEST for size in sizes) or min(info.data.std or (1.0,)) <= 0:
         raise ArtifactError(f"{folder / RUN}: info: data holds a size that is not in 0..{LARGEST}, or a std of 0")

@@ -189,7 +189,6 @@ class Board:
     def __init__(self, folder: Path, training: str) -> None:
         self.place = folder / TENSORBOARD / training
         self.writer: Any = None
-        self.state: RunState | None = None
 
     def start(self, state: RunState) -> None:
         """Begin, or begin again after a rollback: what was written of later epochs is purged."""
@@ -201,8 +200,6 @@ class Board:
 
     def epoch(self, record: EpochRecord) -> None:
         """The curves, one for each particle where there are several, and the histograms."""
-        if self.writer is None or self.state is None:
-            return
         for name in CURVES:
             value = getattr(record, name)
             parts = value if isinstance(value, list) else [] if value is None else [value]
@@ -261,17 +258,17 @@ def _show_outside(rows: Sequence[Row], regression: bool) -> None:
 
     Of a classifier by entropy, and by mutual information of several particles; of a regression by variance.
     """
+    if not rows:
+        return
     names = {"auroc": "AUROC", "fpr95": "FPR95"}
     if not regression:
         names["auroc_mutual_information"] = "AUROC\nby information"
     sections: dict[str, list[list[str]]] = {}
     for row in rows:
-        values = [row.metrics.get(name) for name in names]
-        cells = [row.name, *("-" if value is None else f"{100 * value:.2f}%" for value in values)]
+        cells = [row.name, *(_number(name, row.metrics.get(name)) for name in names)]
         sections.setdefault(row.data.removeprefix(OOD), []).append(cells)
     title = f"out-of-distribution inputs,\nby the {'variance' if regression else 'entropy'} of the prediction"
-    if rows:
-        _stdout().print(_table(title, ("network", *names.values()), sections))
+    _stdout().print(_table(title, ("network", *names.values()), sections))
 
 
 def show_speed(rows: Sequence[SpeedRow], layers: Sequence[LayerTime], title: str) -> None:
@@ -339,7 +336,7 @@ def _table(title: str | None, columns: Sequence[str], sections: Mapping[str, Seq
 def _number(name: str, value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{100 * value:.2f}%" if name in ("accuracy", "ece") else f"{value:.4f}"
+    return f"{value:.4f}" if name in ("nll", "rmse") else f"{100 * value:.2f}%"
 
 
 def _short(value: float | None, unit: str) -> str:

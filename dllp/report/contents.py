@@ -18,7 +18,6 @@ from dllp.records import EpochRecord, Size
 from dllp.report.markup import plain
 from dllp.runs.names import CORRUPTIONS, EVALUATION, LOG, SPEED, member
 from dllp.runs.result import read_run
-from dllp.runs.schema import typed
 
 Uncertainty = Literal["aleatoric", "epistemic"]
 
@@ -125,7 +124,7 @@ def read(folder: Path) -> Run:
 
 def rows(path: Path) -> list[Row]:
     """The evaluated networks in a file of `dllp evaluate --json`; none where it is missing."""
-    return typed(list[Row], _json(path).get("rows"), path) if path.exists() else []
+    return files.typed(list[Row], _json(path).get("rows"), path) if path.exists() else []
 
 
 def _speed(folder: Path) -> Speed | None:
@@ -134,10 +133,10 @@ def _speed(folder: Path) -> Speed | None:
     if not path.exists():
         return None
     found = _json(path)
-    measured = typed(list[SpeedRow], found.get("rows"), path)
+    measured = files.typed(list[SpeedRow], found.get("rows"), path)
     if any(row.median <= 0 or row.batch <= 0 for row in measured):
         raise ArtifactError(f"{path}: a time is not positive: make it again with dllp speed")
-    layers = typed(list[LayerTime], found.get("layers"), path)
+    layers = files.typed(list[LayerTime], found.get("layers"), path)
     return Speed(measured, layers, "measured by dllp speed")
 
 
@@ -155,4 +154,4 @@ def _dense_history(folder: Path) -> list[EpochRecord]:
     lines = files.read_bytes(member(folder, LOG), files.JSON_BYTES).splitlines()
     values = [files.parse_json(line, path) for line in lines]
     chosen = [value for value in values if isinstance(value, dict) and value.get("training") == "dense"]
-    return typed(list[EpochRecord], chosen, path)
+    return files.typed(list[EpochRecord], chosen, path)

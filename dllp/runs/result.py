@@ -16,7 +16,6 @@ from dllp.config import Config
 from dllp.errors import ArtifactError, ConfigError, StructureError
 from dllp.records import EpochRecord, ExtractedParticle, Recipe, Size
 from dllp.runs import names
-from dllp.runs.schema import typed
 from dllp.runs.tensors import read_network, read_tensors, write_network, write_tensors
 from dllp.structure.slicing import copied, cut
 
@@ -93,7 +92,7 @@ def read_run(folder: Path) -> Run:
     found = files.read_json(path)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ArtifactError(f"{path} is not of format {FORMAT}: it was written by another version of dllp")
-    run = typed(Run, found, path)
+    run = files.typed(Run, found, path)
     try:
         Config.from_dict(run.config)
     except ConfigError as error:
