@@ -43,7 +43,6 @@ def test_a_run_of_another_method_by_name(tmp_path: Path, capsys: pytest.CaptureF
         (["--method", "polarization:t=much"], ["t = 'much': a number is needed, such as polarization:t=1.2"]),
         (["--method", "sss:strength=-1"], ["strength = -1.0"]),
         (["--method", "slimming", "--keep-flops", "0.5", "--prior", "laplace"], ["prior = laplace", "leave out prior"]),
-        (["--method", "polarization", "--keep-flops", "0.5", "--polarization", "1.5"], ["its own regulariser"]),
     ):
         assert main(["prune", *options, "--out", str(tmp_path / "none")]) == 2
         one_line(capsys, *words)
@@ -72,7 +71,7 @@ def test_a_stopped_run_of_another_method_goes_on(tmp_path: Path, monkeypatch: py
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "holding", lambda gated: broken)
+        patch.setattr(run, "sparse", lambda gated: broken)
         assert main(["prune", *words, "--out", str(stopped)]) == 2
     assert not (stopped / "run.json").exists()
     assert main(["prune", "--resume", "--out", str(stopped), "--quiet"]) == 0
