@@ -77,7 +77,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any] | None:
         prepare(state, own_x)
         for _ in range(WARM):
             step(state, own_x, own_y)
-        place.everyone.most(0)
+        place.everyone.maximum(0)
         time.sleep(0.1)  # what others still acknowledge
         sent, wire, seconds = place.sent, on_loopback(), []
         for _ in range(options.steps):
@@ -85,11 +85,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any] | None:
             step(state, own_x, own_y)
             seconds.append(time.perf_counter() - began)
         sent = (place.sent - sent) / options.steps
-        place.everyone.most(0)
+        place.everyone.maximum(0)
         wire = (on_loopback() - wire) / options.steps
         rows, gates = particles.rows, state.latents.logits.shape[1]
         formula = predicted(config.particles, rows.shape[1], gates, place.rows.size, place.shards.size)
-        memory = place.everyone.most(peak_bytes())[0]
+        memory = place.everyone.maximum(peak_bytes())[0]
         if ranks.rank:
             return None
         return {

@@ -210,7 +210,7 @@ def _placed(ranks: Ranks, config: Config, batches: Source, model: nn.Module, exa
 
 def share_reading(batches: StreamBatches, place: Place) -> None:
     """Let every process read and decode only what it owns of each batch."""
-    batches.share(place.part(batches.batch_size), place.shards.payloads, first=place.first)
+    batches.share(place.part(batches.batch_size), place.shards.all_gather_object, first=place.first)
     place.batch = batches.batch_size
 
 
@@ -291,7 +291,7 @@ def healthy_snapshot(state: RunState) -> Callable[[], State]:
     """A snapshot that is under way, but never of a run in which a number broke."""
     health.check(state)
     found = changing(state)
-    trouble = next(filter(None, state.place.everyone.texts(unsound(found))), "")
+    trouble = next(filter(None, state.place.everyone.all_gather_object(unsound(found))), "")
     if trouble:
         raise health.broken(state, health.find(state) or trouble, state.step_index)
     return begin_snapshot(state, found)

@@ -7,7 +7,7 @@ import shlex
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def run(args: Namespace) -> None:
             return folder, chosen_settings(args, ranks)
 
         folder, found = ranks.together(take)
-        ranks.hear(found and {"task": asdict(found[0]), "values": found[1]})
+        ranks.world.broadcast_object(found)
         if found is None:
             if not args.quiet:
                 print(f"{out} holds a finished run: there is nothing to do")
@@ -83,11 +83,10 @@ def run(args: Namespace) -> None:
 def follow(ranks: Ranks, signals: Signals) -> None:
     """Take part in the first process's trainings, by its settings; nothing is written or shown here."""
     ranks.together(lambda: None)
-    found = ranks.hear(None)
+    found: tuple[Task, dict[str, Any]] | None = ranks.world.broadcast_object(None)
     if found is None:
         return
-    task = Task(**found["task"])
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in found["values"].items()}
+    task, values = found
     data, config, model, new_head = prepared(ranks, task, values, None, quiet=True)
     for verb, recipe in ((api.prune, config), (api.train_dense, dense_recipe(task, config, new_head))):
         if recipe is not None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dllp.errors import DataError, RankError
+
+T = TypeVar("T")
 
 
 class Axis:
@@ -25,22 +28,22 @@ class Axis:
 
     Attributes:
         sent: Bytes sent by this process if collectives run as rings: 2 (size - 1) / size of the bytes of an
-            all-reduce, size - 1 times the own part of an all-gather. `nn.SyncBatchNorm` is not counted.
+            all-reduce, size - 1 times the own part of an all-gather. Objects and `nn.SyncBatchNorm` are not counted.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, index: int = 0, size: int = 1) -> None:
         self.group, self.index, self.size, self.sent = group, index, size, 0.0
 
-    def add_(self, values: Tensor) -> Tensor:
-        """All-reduce: replace contiguous values by their sum over all processes."""
+    def all_reduce_(self, values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Replace contiguous values by their sum over all processes, or what `op` makes of them."""
         if self.size > 1:
             with connected():
-                dist.all_reduce(values, group=self.group)
+                dist.all_reduce(values, op, group=self.group)
             self.sent += 2 * (self.size - 1) / self.size * values.nbytes
         return values
 
-    def join(self, values: Tensor) -> Tensor:
-        """All-gather: (k, ...) -> (size * k, ...), the parts of all processes in their order."""
+    def all_gather(self, values: Tensor) -> Tensor:
+        """(k, ...) -> (size * k, ...), the parts of all processes in their order."""
         if self.size == 1:
             return values
         whole = values.new_empty((self.size * len(values), *values.shape[1:]))
@@ -49,41 +52,25 @@ class Axis:
         self.sent += (self.size - 1) * values.nbytes
         return whole
 
-    def most(self, *values: int) -> list[int]:
-        """All-reduce on the CPU: the maximum of each value over all processes."""
-        if self.size == 1:
-            return list(values)
-        found = torch.tensor(values)
-        with connected():
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
-        self.sent += 2 * (self.size - 1) / self.size * found.nbytes
-        return [int(value) for value in found]
+    def maximum(self, *values: int) -> list[int]:
+        """The largest of each value over all processes."""
+        return list(values) if self.size == 1 else self.all_reduce_(torch.tensor(values), dist.ReduceOp.MAX).tolist()
 
-    def payloads(self, content: bytes) -> list[bytes]:
-        """All-gather of bytes, which may differ in length."""
-        if self.size == 1:
-            return [content]
-        (longest,) = self.most(len(content))
-        if not longest:
-            return [b""] * self.size
-        padded = torch.zeros(1, 8 + longest, dtype=torch.uint8)
-        padded[0, : 8 + len(content)] = _as_tensor(len(content).to_bytes(8, "little") + content)
-        gathered = [row.numpy().tobytes() for row in self.join(padded)]
-        return [part[8 : 8 + int.from_bytes(part[:8], "little")] for part in gathered]
+    def all_gather_object(self, value: T) -> list[T]:
+        """The values of all processes in their order."""
+        found = [value] * self.size
+        if self.size > 1:
+            with connected():
+                dist.all_gather_object(found, value, group=self.group)
+        return found
 
-    def texts(self, text: str) -> list[str]:
-        """All-gather of strings."""
-        return [part.decode() for part in self.payloads(text.encode())]
-
-    def hear(self, content: bytes) -> bytes:
-        """Broadcast: the bytes of the first process; the others' `content` is ignored."""
-        if self.size == 1:
-            return content
-        (length,) = self.most(0 if self.index else len(content))
-        received = torch.zeros(length, dtype=torch.uint8) if self.index else _as_tensor(content)
-        with connected():
-            dist.broadcast(received, group=self.group, group_src=0)
-        return received.numpy().tobytes()
+    def broadcast_object(self, value: T) -> T:
+        """The value of the first process; those of the others are ignored."""
+        found = [value]
+        if self.size > 1:
+            with connected():
+                dist.broadcast_object_list(found, group=self.group, group_src=0)
+        return found[0]
 
 
 class Place:
@@ -158,8 +145,8 @@ class Mirror:
 
     def __init__(self, axis: Axis, rows: Tensor, moving: Tensor) -> None:
         self.axis, self.own = axis, [row.nonzero()[:, 0] for row in moving]
-        self.rows, self.scores = axis.join(rows), torch.zeros_like(rows).repeat(axis.size, 1)
-        self.coordinates = [row.nonzero()[:, 0] for row in axis.join(moving.to(torch.uint8))]
+        self.rows, self.scores = axis.all_gather(rows), torch.zeros_like(rows).repeat(axis.size, 1)
+        self.coordinates = [row.nonzero()[:, 0] for row in axis.all_gather(moving.to(torch.uint8))]
         self.width = max(len(index) for index in self.coordinates)
 
     def __call__(self, rows: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,14 +154,14 @@ class Mirror:
         sent = rows.new_zeros(len(rows), 2, self.width)
         for part, row, score, index in zip(sent, rows, scores, self.own, strict=True):
             part[0, : len(index)], part[1, : len(index)] = row[index], score[index]
-        for k, (part, index) in enumerate(zip(self.axis.join(sent), self.coordinates, strict=True)):
+        for k, (part, index) in enumerate(zip(self.axis.all_gather(sent), self.coordinates, strict=True)):
             self.rows[k, index], self.scores[k, index] = part[:, : len(index)]
         return self.rows, self.scores
 
 
 def merged(parts: Sequence[Tensor], axis: Axis) -> list[Tensor]:
     """Tensors of one dtype -> their sums over all processes, by one all-reduce."""
-    flat = axis.add_(torch.cat([part.reshape(-1) for part in parts]))
+    flat = axis.all_reduce_(torch.cat([part.reshape(-1) for part in parts]))
     pieces = flat.split([part.numel() for part in parts])
     return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
@@ -189,7 +176,3 @@ def connected() -> Iterator[None]:
     except RuntimeError as error:
         reason = re.sub(r"^\[[^\]]*\] ", "", str(error)).split(". ")[0].splitlines()[0]
         raise RankError(f"another process of the run was lost, or cannot be reached ({reason})") from None
-
-
-def _as_tensor(content: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.zeros(0, dtype=torch.uint8)

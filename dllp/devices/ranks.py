@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -61,7 +59,7 @@ class Ranks:
             found.append(work())
         except DllpError as error:
             own = error
-        texts = self.world.texts(str(own))
+        texts = self.world.all_gather_object(str(own))
         for rank, text in enumerate(texts):
             if text:
                 error = own if rank == self.rank else RankError(f"rank {rank}: {text}")
@@ -71,16 +69,12 @@ class Ranks:
 
     def same(self, what: str, text: str) -> None:
         """Raise unless `text` is the same on all ranks."""
-        texts = self.world.texts(text)
+        texts = self.world.all_gather_object(text)
         for rank, other in enumerate(texts):
             if other != texts[0]:
                 error = RankError(f"rank {rank} has {other}, but rank 0 has {texts[0]}: {what} must be the same")
                 error.told = self.rank > 0
                 raise error
-
-    def hear(self, value: Any) -> Any:
-        """The JSON value of rank 0."""
-        return value if self.alone else json.loads(self.world.hear(json.dumps(value).encode()))
 
     def lines(self, particles: int, parallel: Parallel) -> int:
         """Size of the particles' axis; the processes along the other axis share each batch.
@@ -101,7 +95,7 @@ class Ranks:
             return Place(particles)
         world, lines = self.world.size, self.lines(particles, parallel)
         ranks = torch.arange(world).view(lines, world // lines)
-        rows, shards, self.steps = map(self._axis, (ranks.T.tolist(), ranks.tolist(), [list(range(world))]))
+        rows, shards, self.steps = map(self._axis, (ranks.T, ranks, ranks.view(1, world)))
         return Place(particles, rows, shards, self.steps)
 
     def close(self) -> None:
@@ -113,11 +107,10 @@ class Ranks:
         if not self.alone:
             time.sleep(LINGER)
 
-    def _axis(self, groups: list[list[int]]) -> Axis:
-        """The axis of this process among disjoint groups of ranks; every process creates all of them."""
+    def _axis(self, groups: torch.Tensor) -> Axis:
+        """The axis of this process among groups of ranks, one a row; every process creates all of them."""
         with connected():
-            created = [dist.new_group(group, timeout=STEPPING) for group in groups]
-        own = next(group for group in created if isinstance(group, dist.ProcessGroup))
+            own, _ = dist.new_subgroups_by_enumeration(groups.tolist(), timeout=STEPPING)
         self._made.append(Axis(own, dist.get_rank(own), dist.get_world_size(own)))
         return self._made[-1]
 
@@ -147,7 +140,10 @@ def joined() -> Iterator[Ranks]:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, **_rendezvous(), timeout=PREPARING)
     except (RuntimeError, ValueError) as error:
-        failure = RankError(_rendezvous_failure(str(error)))
+        reason = str(error).splitlines()[0]
+        failure = RankError(
+            f"the processes of the run did not meet ({reason}): start them with torchrun, and a free --master-port"
+        )
         failure.told = number() > 0
         raise failure from None
     try:
@@ -168,11 +164,3 @@ def _rendezvous() -> dict[str, Any]:
     met, rank, size = next(rendezvous("env://", timeout=PREPARING))
     store = dist.PrefixStore(f"life-{restarts()}", met)  # pyright: ignore[reportPrivateImportUsage]
     return {"store": store, "rank": rank, "world_size": size}
-
-
-def _rendezvous_failure(reason: str) -> str:
-    """One line for the reason why the processes did not meet."""
-    port = os.environ.get("MASTER_PORT", "?")
-    if "EADDRINUSE" in reason or "in use" in reason:
-        return f"port {port} on {socket.gethostname()} is in use: choose another with torchrun --master-port"
-    return f"the processes of the run did not meet ({reason.splitlines()[0]}): start them with torchrun"

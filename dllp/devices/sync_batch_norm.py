@@ -22,11 +22,11 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return axis.add_(values.detach().clone())
+        return axis.all_reduce_(values.detach().clone())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.axis.add_(gradient.contiguous().clone()), None
+        return ctx.axis.all_reduce_(gradient.contiguous().clone()), None
 
 
 class CudaSyncBatchNorm(nn.SyncBatchNorm):

@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load, save
 from torch import Tensor
 
 from dllp import files
@@ -73,7 +72,7 @@ class Checkpoints:
     def after_step(self, step: int, epoch_ends: bool, take: Take, *, last: bool = False) -> None:
         """Write a checkpoint if one is due, waiting for the `last` one; after :meth:`stop`, write it and raise."""
         due = last or (self.folder is not None and not self.busy and self.due(step, epoch_ends))
-        signal, wanted = self.ranks.steps.most(self.signal or 0, int(due))
+        signal, wanted = self.ranks.steps.maximum(self.signal or 0, int(due))
         if signal or wanted:
             self.save(step, take, wait=last or bool(signal))
         if signal:
@@ -142,13 +141,7 @@ class Checkpoints:
 
     def latest(self) -> State | None:
         """The newest checkpoint that is whole, as the first process reads it; None where there is none."""
-        found = self.ranks.together(self._latest)
-        if self.ranks.alone:
-            return found
-        values = self.ranks.hear(found and found[1])
-        if values is None:
-            return None
-        return load(self.ranks.world.hear(save(found[0]) if found is not None else b"")), values
+        return self.ranks.world.broadcast_object(self.ranks.together(self._latest))
 
     def _latest(self) -> State | None:
         self.damaged, self._unusable = [], []

@@ -66,7 +66,7 @@ def diagnose(state: RunState, x: Tensor, y: Tensor) -> str:
 
 def _first(state: RunState, text: str) -> str:
     """The first text of all processes that is not empty."""
-    return next(filter(None, state.place.everyone.texts(text)), "")
+    return next(filter(None, state.place.everyone.all_gather_object(text)), "")
 
 
 def _in_data(x: Tensor, y: Tensor) -> str:

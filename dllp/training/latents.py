@@ -208,7 +208,7 @@ class Latents:
         # sums of booleans are whole numbers and deterministic; a histogram on CUDA is not
         parts = [self.gating.scales.module_sums(theta < (k + 1) / GATE_BINS).sum(0) for k in range(GATE_BINS - 1)]
         total = self.gating.scales.module_sums(torch.ones_like(theta, dtype=torch.bool)).sum(0)
-        sums = self.place.rows.add_(torch.stack([*parts, total]))
+        sums = self.place.rows.all_reduce_(torch.stack([*parts, total]))
         return sums.diff(dim=0, prepend=torch.zeros_like(total)[None]).T.tolist()
 
     def noise(self) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from collections.abc import Callable, Iterator
 from typing import Any, get_type_hints
@@ -54,7 +53,7 @@ def begin_snapshot(state: RunState, found: dict[str, Tensor]) -> Callable[[], Sn
 
     if state.place.rows.size > 1:  # messages are sent by the thread that trains
         finish()
-        tensors = _joined([_unpacked(part) for part in state.place.rows.payloads(_packed(tensors))])
+        tensors = _joined(state.place.rows.all_gather_object(tensors))
     return finish
 
 
@@ -169,17 +168,6 @@ def _leaving(value: Tensor) -> Tensor:
         return value.to("cpu", copy=True)
     copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
     return copy.copy_(value, non_blocking=True)
-
-
-def _packed(tensors: dict[str, Tensor]) -> bytes:
-    """Tensors as bytes, for a message between processes of one run."""
-    file = io.BytesIO()
-    torch.save(tensors, file)
-    return file.getvalue()
-
-
-def _unpacked(content: bytes) -> dict[str, Tensor]:
-    return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def _axis(name: str) -> int | None:

@@ -72,7 +72,7 @@ def step(state: RunState, x: Tensor, y: Tensor) -> None:
         if state.penalty is not None:
             particles.gradients.add_(state.penalty(particles.rows))
         total = particles.gradients.sum() + through.sum() + latents.d_noise.sum()
-        state.healthy &= torch.isfinite(state.place.rows.add_(total))  # NaN and infinity survive every sum
+        state.healthy &= torch.isfinite(state.place.rows.all_reduce_(total))  # NaN and infinity survive every sum
         if state.gating is not None and latents.keep is None:
             _advance_under_prior(state, state.gating.scales.coordinates, z, through)
         else:
@@ -149,7 +149,7 @@ def _over_shards(state: RunState, losses: Tensor, hits: Tensor, noises: Tensor, 
     """Sum what all shards of the batch found: the gradients in place, and one message for all that is small."""
     shards, dtype = state.place.shards, state.particles.rows.dtype
     for gradient in (*state.particles.written(), *([state.scores] if state.gaussian else [])):
-        shards.add_(gradient)
+        shards.all_reduce_(gradient)
     small = [_scaled(value, state.share).to(dtype) for value in (losses, hits, noises)]
     if state.phase == "soft":
         return mesh.merged([*small, through], shards)
@@ -165,7 +165,7 @@ def _mean_prediction(state: RunState, outputs: Sequence[Tensor]) -> Tensor:
     """n times (B, C) logits -> (B, C) mean probabilities of all particles, other processes' too, without gradient."""
     mean = torch.stack([_split(state, output)[0].detach().softmax(1) for output in outputs]).mean(0)
     rows = state.place.rows
-    return mean if rows.size == 1 else rows.add_(mean / rows.size)
+    return mean if rows.size == 1 else rows.all_reduce_(mean / rows.size)
 
 
 def _likelihood_scores(
@@ -228,7 +228,7 @@ def _direction(state: RunState, scores: Tensor, index: Tensor | None) -> Tensor:
     """Equation 14 for this process's rows, from everyone's rows and scores: one message."""
     rows, axis = state.particles.rows, state.place.rows
     if state.latents.keep is None:
-        rows, scores = axis.join(torch.cat([rows, scores], dim=1)).chunk(2, dim=1)
+        rows, scores = axis.all_gather(torch.cat([rows, scores], dim=1)).chunk(2, dim=1)
     else:
         state.mirror = state.mirror or Mirror(axis, rows, state.moving)
         rows, scores = state.mirror(rows, scores)

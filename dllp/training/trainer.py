@@ -109,8 +109,8 @@ def _close_epoch(state: RunState, record: EpochRecord) -> None:
 
 
 def _record(state: RunState, epoch: int, began: float, engine: str) -> EpochRecord:
-    join, latents = state.place.rows.join, state.latents
-    means = join(state.statistics.T / state.steps_per_epoch)
+    gather, latents = state.place.rows.all_gather, state.latents
+    means = gather(state.statistics.T / state.steps_per_epoch)
     loss, hits = means.T.tolist()  # waits for the device: now the time is true
     seconds = time.perf_counter() - began
     state.statistics.zero_()
@@ -122,10 +122,10 @@ def _record(state: RunState, epoch: int, began: float, engine: str) -> EpochReco
         lr=state.lr,
         temperature=state.tau,
         budget=state.ramp,
-        cost=join(latents.cost()).tolist(),
-        multiplier=join(latents.multiplier).tolist(),
-        undecided=join(latents.undecided()).tolist(),
-        noise=join(latents.noise()).tolist(),
+        cost=gather(latents.cost()).tolist(),
+        multiplier=gather(latents.multiplier).tolist(),
+        undecided=gather(latents.undecided()).tolist(),
+        noise=gather(latents.noise()).tolist(),
         seconds=seconds,
         engine=engine,
         gates=[] if (epoch + 1) % max(1, state.config.epochs // COUNTED) else latents.counts(),
@@ -149,7 +149,7 @@ def discrepancy(state: RunState) -> float | None:
         blocks = [count for part in real.cpu().split(blocks.lengths) if (count := int(part.sum()))]
     scores = score_of(state.particles.gradients, state.scores if state.gaussian else None, state.moving) * state.moving
     pairs = torch.stack([state.particles.rows[:, real], scores[:, real]], dim=1)
-    rows, scores = state.place.rows.join(pairs).unbind(1)
+    rows, scores = state.place.rows.all_gather(pairs).unbind(1)
     square = stein.kernelized_discrepancy(
         rows, scores, num_data=state.num_data, bandwidth=state.config.bandwidth, blocks=blocks, unbiased=False
     )

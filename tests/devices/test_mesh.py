@@ -176,7 +176,7 @@ class Echo(Axis):
         super().__init__(None, index, len(said))
         self.said = said
 
-    def texts(self, text: str) -> list[str]:
+    def all_gather_object(self, text: str) -> list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return [text if k == self.index else other for k, other in enumerate(self.said)]
 
 

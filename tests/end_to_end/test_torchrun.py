@@ -169,4 +169,4 @@ def test_a_port_in_use(data: Path, tmp_path: Path) -> None:
         other.communicate()
         ((code, _, error),) = many.finish([first])
     assert code == 2 and len(told(error)) == 1
-    assert f"port {port}" in error and "is in use: choose another" in error
+    assert f"port: {port}" in error and "in use" in error and "a free --master-port" in error
