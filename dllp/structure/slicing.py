@@ -7,9 +7,8 @@ operations on single channels (norms, activations, depth-wise convolutions, pool
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -66,18 +65,8 @@ def side_sizes(module: nn.Module) -> dict[Side, int]:
     return {}
 
 
-def _sub(model: nn.Module, name: str) -> nn.Module:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        raise StructureError(f"the network has no module {name!r}: the recipe was made for another network") from None
-
-
 def recipe(model: nn.Module, groups: Sequence[Group], keep: Tensor) -> Recipe:
     """keep (U,) bool, groups concatenated in order -> kept channels of every side that loses some."""
-    total = sum(group.units for group in groups)
-    if keep.shape != (total,):
-        raise StructureError(f"keep has shape {tuple(keep.shape)}, but the groups have {total} units")
     kept: dict[tuple[str, Side], Tensor] = {}
     parts = keep.detach().to("cpu", torch.bool).split([group.units for group in groups])
     for group, part in zip(groups, parts, strict=True):
@@ -108,10 +97,12 @@ def copied(model: nn.Module) -> nn.Module:
 
 def cut(model: nn.Module, recipe: Recipe) -> nn.Module:
     """A deep copy with only the kept channels of each side in `recipe`; the model itself is left unchanged."""
-    checked = {name: _checked(name, _sub(model, name), sides) for name, sides in _items(recipe, "the recipe")}
     result = copied(model)
-    for name, sides in checked.items():
-        _cut_module(result.get_submodule(name), sides)
+    modules = dict(result.named_modules())
+    for name, sides in recipe.items():
+        if name not in modules:
+            raise StructureError(f"the network has no module {name!r}: the recipe was made for another network")
+        _cut_module(modules[name], _checked(name, modules[name], sides))
     return result
 
 
@@ -129,34 +120,18 @@ def kept_indices(model: nn.Module, recipe: Recipe) -> dict[str, Tensor]:
     return {name: tensor.data.long() for name, tensor in named}
 
 
-def _items(value: Any, what: str) -> Iterable[tuple[str, Any]]:
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise StructureError(f"{what} must map names to values, not be a {type(value).__name__}")
-    return value.items()
-
-
-def _checked(name: str, module: nn.Module, sides: Any) -> dict[str, Tensor]:
+def _checked(name: str, module: nn.Module, sides: Mapping[str, list[int]]) -> dict[str, Tensor]:
     """Kept channels of each side as int64 vectors; StructureError for a recipe (read from a file) that cannot be."""
-    sizes = side_sizes(module)
+    sizes: dict[Any, int] = {**side_sizes(module)}
     result = {}
-    for side, indices in _items(sides, f"the recipe of {name!r}"):
-        if side not in sizes:
-            raise StructureError(f"{name!r} ({type(module).__name__}) has no side {side!r} that can be cut")
-        size = sizes[side]
-        if not isinstance(indices, (list, tuple)) or any(type(i) is not int for i in indices):
-            raise StructureError(f"{name!r}, side {side!r}: kept indices must be a list of integers")
-        if not indices:
-            raise StructureError(f"{name!r}, side {side!r}: at least one channel must be kept")
-        if min(indices) < 0 or max(indices) >= size:
-            raise StructureError(f"{name!r}, side {side!r}: an index is outside 0..{size - 1}")
-        if any(a >= b for a, b in pairwise(indices)):
-            raise StructureError(f"{name!r}, side {side!r}: indices must increase without duplicates")
-        kept = torch.tensor(indices, dtype=torch.int64)
-        if isinstance(module, _ConvNd) and module.groups > 1 and not is_depthwise(module):
-            counts = torch.bincount(kept // (size // module.groups), minlength=module.groups)
-            if not bool((counts == counts[0]).all()):
-                raise StructureError(f"{name!r}, side {side!r}: its {module.groups} groups must lose equally many")
-        result[side] = kept
+    for side, kept in sides.items():
+        size = sizes.get(side, 0)
+        if not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= size:
+            raise StructureError(f"the recipe of {name!r}, side {side!r}, must list channels of 0..{size - 1} in order")
+        result[side] = torch.tensor(kept)
+        parts = 1 if is_depthwise(module) else getattr(module, "groups", 1)
+        if len(torch.bincount(result[side] // (size // parts), minlength=parts).unique()) > 1:
+            raise StructureError(f"the recipe of {name!r}, side {side!r}, must keep equally many of its {parts} groups")
     return result
 
 
@@ -237,7 +212,7 @@ class Fold:
                     full[piece.unit >= 0] = piece.unit[piece.unit >= 0] + offset
             offset += group.units
         for name in index:
-            module = _sub(model, name)
+            module = model.get_submodule(name)
             axis = 0 if isinstance(module, _ConvTransposeNd) else 1
             shape = [1] * module.weight.dim()  # type: ignore[union-attr, operator]
             shape[axis] = module.weight.shape[axis]  # type: ignore[union-attr, index, assignment]

@@ -23,6 +23,7 @@ from dllp.structure.slicing import copied, side_sizes
 
 UNFIT = (RuntimeError, NotImplementedError, ValueError, IndexError)
 """Errors of a forward pass on inputs that do not fit; their subclasses (out of memory) have other causes."""
+WRAPPERS = (torch.jit.ScriptModule, nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 @contextmanager
@@ -33,12 +34,10 @@ def explained(x: Tensor, cut: bool) -> Iterator[None]:
     except UNFIT as error:
         if type(error) not in UNFIT or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             raise
-        what, why = "network", "it took the first examples, so look at the others"
-        if cut:
-            what = "cut network"
-            why = "its forward goes another way than for the first examples: filter_fn can keep the layers there whole"
+        why = "its forward depends on the examples: filter_fn can keep layers whole" if cut else "look at its examples"
         if len(x) == 1:
             why += "; where it cannot learn from a single one, use drop_last=True or another batch size"
+        what = "cut network" if cut else "network"
         raise StructureError(
             f"the {what} fails on a batch of shape {tuple(x.shape)} ({first_line(error)}): {why}"
         ) from error
@@ -71,25 +70,21 @@ def isolated(model: nn.Module) -> Iterator[None]:
 def check_network(model: object) -> None:
     """Raise for an object that is no network, hides its layers, or has lazy ones."""
     if not isinstance(model, nn.Module):
-        kind = f"the class {model.__name__}" if isinstance(model, type) else f"of type {type(model).__name__}"
-        raise StructureError(f"the network is {kind}: give an instance of nn.Module")
+        raise StructureError(f"the network is {model!r:.60}: give an instance of nn.Module")
     if any(isinstance(p, nn.UninitializedParameter) for p in model.parameters()):
         raise StructureError("the network has lazy layers: run it once on an example first")
     for key, value in model.state_dict().items():
         if not isinstance(value, Tensor):
-            own = key.endswith("_extra_state")
-            way = "remove get_extra_state, or register a buffer instead" if own else "give it before it was quantized"
             raise StructureError(
-                f"the network's state holds {key!r}, a {type(value).__name__}, and files hold tensors only: {way}"
+                f"the network's state holds {key!r}, a {type(value).__name__}, and files hold tensors only: remove "
+                "get_extra_state, or give the network before it was quantized"
             )
     for name, module in model.named_modules():
-        what = repr(name) if name else "the network"
-        if isinstance(module, torch.jit.ScriptModule):
-            raise StructureError(f"{what} is compiled by torch.jit, which hides its layers: give it as it was before")
-        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            raise StructureError(f"{what} is wrapped in {type(module).__name__}: give what it wraps, its .module")
-        if hasattr(module, "_orig_mod"):
-            raise StructureError(f"{what} is compiled by torch.compile: give what was compiled, its ._orig_mod")
+        if isinstance(module, WRAPPERS) or hasattr(module, "_orig_mod"):  # of torch.compile
+            raise StructureError(
+                f"{repr(name) if name else 'the network'} is a {type(module).__name__}: give the plain network that it "
+                "was made from (such as its .module or ._orig_mod)"
+            )
 
 
 def trainable_copy(model: nn.Module) -> nn.Module:

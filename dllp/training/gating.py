@@ -1,6 +1,6 @@
-"""What each gate rules: the weights it multiplies, the scale its prior acts on, and the cost it saves.
+"""Gates of channels and of single weights: the weights they multiply, the scales their prior acts on, their cost.
 
-Channel and weight granularity answer the same questions: training asks them without knowing which it has.
+Both kinds have the same methods, so that training does not know which it has.
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ class WeightGating:
         linear: bool = False, filter_fn: FilterFn | None = None,
     ) -> None:  # fmt: skip
         macs = {layer.name: layer.macs for layer in structure.layers}
-        owners, named = _owners(model), [(n, m) for n, m in model.named_modules() if n in macs or _has_matrix(m)]
+        # modules that own each parameter, by its id; a module that has several names is one
+        owners = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+        named = [(n, m) for n, m in model.named_modules() if n in macs or _has_matrix(m)]
         reasons = {name: _why_whole(module, name, macs, owners, linear, filter_fn) for name, module in named}
         self.whole = {name: reason for name, reason in reasons.items() if reason}
         modules = [(name, module) for name, module in named if name not in self.whole]
@@ -155,11 +157,8 @@ class WeightGating:
         return self.fold(parameters, gates)
 
     def _reasons(self) -> str:
-        """Why the largest modules without gates have none, in a few words."""
-        named: dict[str, list[str]] = {}
-        for name in self.largest:
-            named.setdefault(self.whole[name], []).append(name)
-        return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in named.items()) or "it has none"
+        """The reasons of the largest modules without gates."""
+        return "; ".join(f"{name}: {self.whole[name]}" for name in self.largest) or "it has none"
 
     def in_order(self, values: Tensor) -> Tensor:
         """(n, U) -> (n, U): each parameter's values in its own order, whatever memory format it is trained in."""
@@ -192,7 +191,7 @@ class WeightGating:
 
 
 def _has_matrix(module: nn.Module) -> bool:
-    """Whether a module itself holds weights that multiply; those of a parametrization belong to its layer."""
+    """True if a module itself holds weights that multiply; those of a parametrization belong to its layer."""
     if isinstance(module, parametrize.ParametrizationList):
         return False
     return any(p is not None and p.dim() > 1 for p in module._parameters.values())
@@ -202,7 +201,7 @@ def _why_whole(
     module: nn.Module, name: str, macs: Mapping[str, float], owners: Mapping[int, int], linear: bool,
     filter_fn: FilterFn | None,
 ) -> str:  # fmt: skip
-    """Why a module's weights have no gates; nothing where they have."""
+    """The reason why a module's weights have no gates; empty where they have."""
     if not isinstance(module, (nn.modules.conv._ConvNd, nn.Linear)):
         return "no convolution and no linear layer"
     if isinstance(module, nn.Linear) and not linear:
@@ -214,11 +213,6 @@ def _why_whole(
     if owners.get(id(module._parameters.get("weight"))) != 1:
         return "its weight is shared, or computed from others (remove parametrizations first)"
     return ""
-
-
-def _owners(model: nn.Module) -> Counter[int]:
-    """How many modules own each parameter, by its id; a module that has several names is one."""
-    return Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
 
 
 def channel_scales(

@@ -53,8 +53,6 @@ class Layout:
             last = channels_last and parameter.dim() == 4
             self.segments[name] = Segment(name, offset, parameter.shape, last)
             padded = -(-parameter.numel() // ALIGN) * ALIGN
-            if not padded:
-                continue  # an empty parameter has no column, and would leave a block without any
             if module != owner:
                 self.blocks.append(0)
                 owner = module
@@ -84,12 +82,6 @@ class Layout:
                 self.segments[name].view(mask).fill_(True)
         return mask
 
-    def intact(self, network: nn.Module, row: Tensor) -> bool:
-        """Whether every parameter still is a view into its row: assignments elsewhere can silently drop it."""
-        start, size = row.data_ptr(), row.element_size()
-        filled = ((k, p) for k, p in network.named_parameters() if p.numel())  # an empty tensor has no address
-        return all(p.data_ptr() == start + self.segments[k].offset * size for k, p in filled)
-
 
 @dataclass
 class Sliced:
@@ -113,14 +105,9 @@ class Particles:
     def __init__(self, networks: Sequence[nn.Module], *, channels_last: bool = False) -> None:
         self.networks = list(networks)
         parameters = list(self.networks[0].parameters())
-        if not parameters:
-            raise StructureError("the network has no parameters: there is nothing to prune")
         if not any(p.requires_grad for p in parameters):
-            raise StructureError("every parameter of the network is frozen: let some learn with requires_grad_()")
+            raise StructureError("the network has no parameter that learns: unfreeze some with requires_grad_()")
         kinds = {(p.dtype, p.device) for p in parameters}
-        odd = [name for name, p in self.networks[0].named_parameters() if not p.is_floating_point()]
-        if odd:
-            raise StructureError(f"the parameter {odd[0]!r} holds no real numbers: keep their parts as two parameters")
         if len(kinds) > 1:
             raise StructureError("the network mixes dtypes or devices: convert it with .to(dtype, device) first")
         (dtype, device), self.channels_last = kinds.pop(), channels_last
@@ -220,11 +207,6 @@ class Particles:
         self.begin_step()
         for network, part in zip(self.networks, self.sliced, strict=False):
             scatter_buffers(network, part)
-
-    def intact(self) -> bool:
-        """Whether every network still shares memory with its row."""
-        full = all(self.layout.intact(network, row) for network, row in zip(self.networks, self.rows, strict=True))
-        return full and all(part.layout.intact(part.network, part.row) for part in self.sliced)
 
 
 def _write(views: Sequence[Tensor], gradients: Sequence[Tensor | None], add: bool) -> None:

@@ -150,7 +150,7 @@ class TwoOutputs(nn.Module):
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 3)), {}, "cannot take inputs of shape"),
         (TwoOutputs(), {}, "must return one tensor"),
         (nn.Sequential(network(), nn.Softmax(1)), {}, "remove the last softmax"),
-        (network().requires_grad_(False), {}, "every parameter of the network is frozen"),
+        (network().requires_grad_(False), {}, "no parameter that learns"),
         (network().double(), {}, r"convert the network with .float\(\)"),
     ],
 )
@@ -225,7 +225,7 @@ def test_targets_in_another_order_than_the_outputs(loaded: bool) -> None:
 def test_arguments_of_another_kind(verb: Any, tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match=r"config is a dict: give a dllp.Config"):
         verb(network(), images(), {"epochs": 1})
-    for model, words in ((None, "of type NoneType"), (nn.Flatten, "the class Flatten")):
+    for model, words in ((None, "is None: give an instance"), (nn.Flatten, "Flatten.*: give an instance")):
         with pytest.raises(StructureError, match=words):
             verb(model, images(), config())
         with pytest.raises(StructureError, match=words):
@@ -241,7 +241,6 @@ def test_a_folder_is_no_checkpoints(verb: Any) -> None:
 @pytest.mark.parametrize("granularity", ["channel", "weight"])
 def test_a_filter_fn_says_yes_or_no(granularity: str) -> None:
     for wrong, words in (
-        ("0", "filter_fn = '0': give a function"),
         (lambda module, name: None, "answers None for module '0'"),
         (lambda module, name: "no", "answers 'no' for module '0': it must return True or False"),
     ):

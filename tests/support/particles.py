@@ -76,6 +76,17 @@ def sliced(name: str, channels_last: bool = False) -> tuple[Particles, tuple[Gro
     return particles, groups, keeps
 
 
+def intact(particles: Particles) -> bool:
+    """True if every parameter still is a view into its row: assignments elsewhere can silently drop it."""
+    held = [(particles.layout, *pair) for pair in zip(particles.networks, particles.rows, strict=True)]
+    held += [(part.layout, part.network, part.row) for part in particles.sliced]
+    return all(
+        parameter.data_ptr() == layout.segments[name].view(row).data_ptr()
+        for layout, network, row in held
+        for name, parameter in network.named_parameters()
+    )
+
+
 def is_padding(layout: Layout) -> Tensor:
     """(P,) bool: elements that belong to no parameter."""
     mask = torch.ones(layout.size, dtype=torch.bool)

@@ -19,7 +19,7 @@ from dllp.training.extract import extract, plain
 from dllp.training.gating import ChannelGating, WeightGating
 from dllp.training.particles import Particles
 from tests.support import networks
-from tests.support.particles import batch, both_layouts, loss, random_keep, scrambled
+from tests.support.particles import batch, both_layouts, intact, loss, random_keep, scrambled
 
 CPU = torch.device("cpu")
 
@@ -77,7 +77,7 @@ def test_slab_is_plain_and_equals_the_gated_network(name: str, channels_last: bo
     run = Run(name, channels_last)
     rows = run.particles.rows.clone()
     extracted = run.extract()
-    assert torch.equal(run.particles.rows, rows) and run.particles.intact()
+    assert torch.equal(run.particles.rows, rows) and intact(run.particles)
     for particle, keep in zip(extracted, run.keep, strict=True):
         is_plain(particle.network, run.original, run.particles)
         is_plain(particle.reference, run.original, run.particles)
@@ -133,7 +133,7 @@ def test_a_wrong_group_is_refused_by_name() -> None:
     with pytest.raises(StructureError, match=r"features\.2\.0"):
         extract(run.particles, run.gating, keep, run.example)
     after = run.particles.networks[0].state_dict()
-    assert all(torch.equal(after[name], value) for name, value in before.items()) and run.particles.intact()
+    assert all(torch.equal(after[name], value) for name, value in before.items()) and intact(run.particles)
 
 
 def test_a_network_that_changed_since_is_refused() -> None:
@@ -155,7 +155,7 @@ def test_single_weights_are_exact_zeros(linear: bool, channels_last: bool) -> No
     keep = torch.rand(2, gating.units) < 0.4
     rows = particles.rows.clone()
     extracted = extract(particles, gating, keep, family.example())
-    assert torch.equal(particles.rows, rows) and particles.intact()
+    assert torch.equal(particles.rows, rows) and intact(particles)
     at = gating.scales.coordinates[:, 0]
     for i, particle in enumerate(extracted):
         is_plain(particle.network, original, particles)
@@ -194,5 +194,5 @@ def test_plain_leaves_the_network_alone() -> None:
     with torch.no_grad():
         for tensor in (*copied.parameters(), *copied.buffers()):
             tensor.zero_()
-    assert model.training and particles.intact() and bool(particles.rows.any())
+    assert model.training and intact(particles) and bool(particles.rows.any())
     assert isinstance(copied(torch.randn(1, 3, 8, 8)), Tensor)

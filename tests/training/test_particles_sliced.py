@@ -13,7 +13,7 @@ from dllp.structure.groups import discover
 from dllp.structure.slicing import Fold, cut, recipe
 from dllp.training.particles import Particles, kept_coordinates
 from tests.support import networks
-from tests.support.particles import batch, both_layouts, is_padding, loss, random_keep, scrambled, sliced
+from tests.support.particles import batch, both_layouts, intact, is_padding, loss, random_keep, scrambled, sliced
 
 
 @both_layouts
@@ -27,7 +27,7 @@ def test_sliced_equals_gated(name: str, channels_last: bool) -> None:
         for i, network in enumerate(particles.active):
             particles.differentiate(i, loss(network(x)))
         particles.collect_gradients()
-        assert particles.intact()
+        assert intact(particles)
         for i, keep in enumerate(keeps):
             model, small = copy.deepcopy(particles.networks[i]), copy.deepcopy(particles.active[i])
             parameters = {k: p.detach().clone().requires_grad_() for k, p in model.named_parameters()}
@@ -77,7 +77,7 @@ def test_frozen_parameters_stay_frozen_when_sliced() -> None:
     particles.slice([recipe(models[0], groups, random_keep(groups, 1))])
     particles.differentiate(0, loss(particles.active[0](batch(family))))
     particles.collect_gradients()
-    assert particles.intact() and not particles.active[0].features[2][0].weight.requires_grad
+    assert intact(particles) and not particles.active[0].features[2][0].weight.requires_grad
     segment = particles.layout.segments["features.2.0.weight"]
     assert not segment.view(particles.gradients[0]).any() and bool(particles.gradients.any())
 
@@ -93,7 +93,7 @@ def test_finish_brings_statistics_home(name: str, channels_last: bool) -> None:
     particles.rows.mul_(1.5)
     rows = particles.rows.clone()
     particles.finish()
-    assert torch.equal(particles.rows, rows) and particles.intact()
+    assert torch.equal(particles.rows, rows) and intact(particles)
     for model, part, old in zip(particles.networks, particles.sliced, before, strict=True):
         expected = cut(model, part.recipe).state_dict()
         assert list(expected) == list(part.network.state_dict())

@@ -160,7 +160,7 @@ def test_what_has_no_gates_is_told_with_the_reason() -> None:
     assert gating.whole.keys() == reasons.keys() and all(words in gating.whole[n] for n, words in reasons.items())
     gating = weight_gating(particles, structure, linear=True)
     assert gating.scales.modules == ("conv", "fc") and "never called" in gating.whole["attention.out_proj"]
-    with pytest.raises(StructureError, match=r"keep more \(without gates are recurrent, attention: "):
+    with pytest.raises(StructureError, match=r"keep more \(without gates are recurrent: "):
         gating.select(torch.zeros(gating.units), "flops", 0.1)
 
 
