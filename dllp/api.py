@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from dllp import notebook
 from dllp.config import SPIKE_AND_SLAB, Config
 from dllp.data import StreamBatches
-from dllp.devices.device import environment
+from dllp.devices.device import environment, undisturbed
 from dllp.devices.mesh import Place
 from dllp.devices.ranks import Ranks
-from dllp.devices.torch_context import undisturbed
 from dllp.errors import ConfigError, NumericsError, StructureError
 from dllp.posterior import Posterior, posterior_of
 from dllp.prepare import Data, Source, check_parts, make_gating, prepare

@@ -16,7 +16,7 @@ from dllp.baselines.finetune import sparse, widened_to_multiple
 from dllp.baselines.hooks import Verb, regularised
 from dllp.baselines.protocol import Method, Scene
 from dllp.config import Config
-from dllp.devices.torch_context import undisturbed
+from dllp.devices.device import undisturbed
 from dllp.errors import ConfigError
 from dllp.posterior import posterior_of
 from dllp.prepare import Data, make_gating, prepare

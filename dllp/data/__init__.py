@@ -25,7 +25,7 @@ from dllp.data.loaders import LoaderBatches
 from dllp.data.reader import check_workers
 from dllp.data.stream import IN_MEMORY, StreamBatches, StreamedData
 from dllp.data.unreadable import MAX_BAD, Report, parse_fraction
-from dllp.devices.torch_context import undisturbed
+from dllp.devices.device import undisturbed
 from dllp.errors import DataError
 
 __all__ = [

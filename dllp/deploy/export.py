@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dllp import files
 from dllp.api import Result
-from dllp.devices.torch_context import undisturbed
+from dllp.devices.device import undisturbed
 from dllp.errors import ConfigError, ExportError, check_count, is_whole
 from dllp.method.likelihood import split_noise
 from dllp.posterior import decompose, evaluating

@@ -12,7 +12,7 @@ from torch import Tensor
 from dllp.api import Result
 from dllp.data import ArrayData
 from dllp.data.corruptions import Corruption
-from dllp.devices.torch_context import undisturbed
+from dllp.devices.device import undisturbed
 from dllp.errors import DataError
 from dllp.evaluation import metrics
 from dllp.method import efficiency, likelihood

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dllp.api import Result
-from dllp.devices.torch_context import undisturbed
+from dllp.devices.device import undisturbed
 from dllp.errors import ConfigError, DataError, check_count
 from dllp.method import gates
 from dllp.posterior import Posterior, posterior_of

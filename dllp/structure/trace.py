@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from dllp.devices.torch_context import undisturbed
+from dllp.devices.device import undisturbed
 from dllp.errors import StructureError, first_line
 from dllp.structure.slicing import copied, side_sizes
 

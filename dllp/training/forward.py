@@ -12,9 +12,9 @@ from torch.func import functional_call
 
 from dllp.config import Config
 from dllp.devices import fuse, recompute
+from dllp.devices.device import cast_like_autocast
 from dllp.devices.mesh import Axis
 from dllp.devices.sync_batch_norm import synchronise
-from dllp.devices.torch_context import cast_like_autocast
 from dllp.structure.slicing import Fold
 from dllp.structure.trace import explained
 from dllp.training.gating import ChannelGating, WeightGating

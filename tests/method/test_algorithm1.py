@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dllp.config import Config
-from dllp.devices.torch_context import cast_like_autocast
+from dllp.devices.device import cast_like_autocast
 from dllp.method import algorithm1, schedule, spike_and_slab
 from dllp.method.update import compiled_update, correct_rows, update_rows
 from dllp.prepare import make_gating
