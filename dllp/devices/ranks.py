@@ -111,8 +111,7 @@ class Ranks:
         """The axis of this process among groups of ranks, one a row; every process creates all of them."""
         with connected():
             own, _ = dist.new_subgroups_by_enumeration(groups.tolist(), timeout=STEPPING)
-        assert isinstance(own, dist.ProcessGroup)
-        self._made.append(Axis(own, dist.get_rank(own), dist.get_world_size(own)))
+        self._made.append(Axis(own, dist.get_rank(own), groups.shape[1]))  # pyright: ignore[reportArgumentType]
         return self._made[-1]
 
 
