@@ -36,7 +36,7 @@ def stages(network: nn.Module) -> list[str]:
 
 
 def _inside(module: nn.Module, prefix: str, limit: int) -> list[str]:
-    """The stages below a module: each child that is small enough, or the small enough modules inside it."""
+    """The stages below a module: children of at most `limit` layers, or the modules of that size inside them."""
     found = []
     for name, child in module.named_children():
         layers, path = _layers(child), f"{prefix}{name}"
@@ -60,7 +60,7 @@ def is_chain(module: nn.Module) -> bool:
 
 
 class Recompute:
-    """Runs networks with recomputed stages.
+    """Activation checkpointing of networks, stage by stage.
 
     Attributes:
         random: True once a network has drawn random numbers, which a captured graph could not draw again.
@@ -71,11 +71,11 @@ class Recompute:
 
     @contextmanager
     def __call__(self, network: nn.Module, names: Sequence[str]) -> Iterator[None]:
-        """Let the named stages of the network keep their inputs only, within this context."""
+        """Checkpoint the named stages of the network within this context."""
         cuda = next(network.parameters()).is_cuda
         capturing = cuda and torch.cuda.is_current_stream_capturing()
         if capturing and self.random:
-            raise RuntimeError("recompute cannot draw the random numbers of dropout again in a graph")
+            raise RuntimeError("recompute cannot replay the random numbers of dropout in a CUDA graph")
         before = torch.cuda.get_rng_state() if cuda and not capturing else None
         with ExitStack() as stack:
             for name in names:
@@ -101,7 +101,7 @@ def _forward(stage: nn.Module, call: Callable[..., Any], random: bool) -> Iterat
 
 
 def _call(stage: nn.Module, plain: Callable[..., Any], random: bool, *args: Any, **named: Any) -> Any:
-    """The stage's outputs; the recomputation uses its tensors as they are now."""
+    """Call a stage under `torch.utils.checkpoint`; the recomputation uses its tensors as they are now."""
     if not torch.is_grad_enabled():
         return plain(*args, **named)
     weights = dict(stage.named_parameters(remove_duplicate=False))
@@ -119,7 +119,7 @@ def _call(stage: nn.Module, plain: Callable[..., Any], random: bool, *args: Any,
 
 
 def _chain_call(stage: nn.Sequential, plain: Callable[..., Any], random: bool, x: Any) -> Any:
-    """A chain of single layers as pieces of about the square root of their number."""
+    """Checkpoint a chain of single layers in pieces of about the square root of their number."""
     layers = list(stage)
     size = math.isqrt(max(1, len(layers) - 1)) + 1
     for start in range(0, len(layers), size):

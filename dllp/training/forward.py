@@ -81,7 +81,7 @@ class Forward:
                 fold, gate = self.closed[i]
                 weights = fold(dict(network.named_parameters()), gate)
             elif gates is not None and self.gating is not None and not self.particles.sliced:
-                weights = self.gating.weights(dict(network.named_parameters()), gates)
+                weights = self.gating.fold(dict(network.named_parameters()), gates)
             if bf16:
                 weights = cast_like_autocast(network, weights)
             outputs = functional_call(network, weights, (x,), tie_weights=False) if weights else network(x)

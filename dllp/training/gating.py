@@ -85,9 +85,6 @@ class ChannelGating:
         self.flops, self.params = structure.flops.to(device), structure.params.to(device)
         self.scales = channel_scales(model, structure, layout, device)
 
-    def weights(self, parameters: Mapping[str, Tensor], gates: Tensor) -> dict[str, Tensor]:
-        return self.fold(parameters, gates)
-
     def select(self, logits: Tensor, budget: Counted, keep: float | None) -> Tensor:
         cost = getattr(self.structure, budget)
         return select(self.structure, logits.cpu(), cost=cost, keep=keep, round_to=self.round_to).to(logits.device)
@@ -152,9 +149,6 @@ class WeightGating:
         prices = torch.tensor(each, dtype=torch.float64).repeat_interleave(torch.tensor(sizes))
         self.flops = LinearCost(prices.to(device), structure.flops.dense)
         self.params = LinearCost(torch.ones_like(self.flops.price), structure.params.dense)
-
-    def weights(self, parameters: Mapping[str, Tensor], gates: Tensor) -> dict[str, Tensor]:
-        return self.fold(parameters, gates)
 
     def _reasons(self) -> str:
         """The reasons of the largest modules without gates."""

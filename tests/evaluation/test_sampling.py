@@ -89,7 +89,7 @@ def test_gates_of_channels_last_weights_are_told_in_the_parameters_order() -> No
         gating = WeightGating(model, structure, particles.layout, torch.device("cpu"))
         values = torch.rand(1, gating.units)
         ones = {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
-        effective = gating.weights(ones, values[0])
+        effective = gating.fold(ones, values[0])
         told = torch.cat([weight.contiguous().flatten() for weight in effective.values()])
         assert torch.equal(gating.in_order(values)[0], told)
     assert not torch.equal(told, values[0]), "the order did differ"

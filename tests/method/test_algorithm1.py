@@ -153,7 +153,7 @@ def test_sliced_training_equals_masked_training(likelihood: str, granularity: st
     for part, network in zip(state.particles.sliced, state.particles.networks, strict=False):
         x = torch.randn(3, 2, SIDE, SIDE, dtype=torch.float64)
         z = state.latents.keep[state.particles.networks.index(network)].double()
-        gated = state.gating.weights(dict(network.named_parameters()), z)  # type: ignore[union-attr]
+        gated = state.gating.fold(dict(network.named_parameters()), z)  # type: ignore[union-attr]
         expected = torch.func.functional_call(copy.deepcopy(network).eval(), gated, (x,))
         torch.testing.assert_close(copy.deepcopy(part.network).eval()(x), expected, rtol=1e-8, atol=1e-10)
 

@@ -52,7 +52,7 @@ def test_channel_gates_multiply_the_consumers(channels_last: bool) -> None:
     model = particles.networks[1]
     gating = ChannelGating(model, structure, particles.layout, CPU)
     gates = torch.rand(gating.units)
-    weights = gating.weights(dict(model.named_parameters()), gates)
+    weights = gating.fold(dict(model.named_parameters()), gates)
     assert set(weights) == {"features.2.0.weight", "fc.weight"}
     assert torch.equal(weights["features.2.0.weight"], model.features[2][0].weight * gates[:8].view(1, 8, 1, 1))
     assert torch.equal(weights["fc.weight"], model.fc.weight * gates[8:])
@@ -82,7 +82,7 @@ def test_padded_networks_equal_the_gated_one(name: str, channels_last: bool) -> 
         fold, gates = gating.closed(part.network, pad, kept)
         weights = fold(dict(part.network.named_parameters()), gates)
         found = functional_call(part.network, weights, (x,))
-        wanted = functional_call(model, gating.weights(dict(model.named_parameters()), kept.double()), (x,))
+        wanted = functional_call(model, gating.fold(dict(model.named_parameters()), kept.double()), (x,))
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
         slab = gating.slab_coordinates(model, particles.layout, kept)
         count = sum(p.numel() for p in cut(model, gating.recipe(model, kept)).parameters())

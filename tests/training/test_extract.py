@@ -171,7 +171,7 @@ def test_single_weights_are_exact_zeros(linear: bool, channels_last: bool) -> No
         assert torch.equal(particle.keep, nonzero), "in each parameter's own order, however it was trained"
         zeros = sum(int((particle.network.get_parameter(name) == 0).sum()) for name in particle.gated)
         assert zeros == int((~keep[i]).sum()) and ("fc.weight" in particle.gated) == linear
-        gated = gating.weights(dict(particle.reference.named_parameters()), keep[i].float())
+        gated = gating.fold(dict(particle.reference.named_parameters()), keep[i].float())
         x = torch.randn(2, 3, 8, 8)
         torch.testing.assert_close(particle.network(x), functional_call(particle.reference, gated, (x,)))
 

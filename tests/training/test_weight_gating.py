@@ -35,7 +35,7 @@ def test_effective_weights_are_products(name: str, linear: bool, channels_last: 
     scaled[:, gating.scales.coordinates[:, 0]] *= gates
     for model, row in zip(particles.networks, scaled, strict=True):
         parameters = dict(model.named_parameters())
-        weights = gating.weights(parameters, gates)
+        weights = gating.fold(parameters, gates)
         for key, value in weights.items():
             assert torch.equal(value, particles.layout.segments[key].view(row))
             last = channels_last and value.dim() == 4
@@ -51,8 +51,8 @@ def test_effective_weights_keep_dtype_and_gradients() -> None:
     gating = weight_gating(particles, structure)
     gates = torch.rand(gating.units, requires_grad=True)
     half = {name: p.detach().bfloat16() for name, p in particles.networks[0].named_parameters()}
-    assert all(w.dtype == torch.bfloat16 for w in gating.weights(half, gates).values())
-    sum(w.sum() for w in gating.weights(dict(particles.networks[0].named_parameters()), gates).values()).backward()
+    assert all(w.dtype == torch.bfloat16 for w in gating.fold(half, gates).values())
+    sum(w.sum() for w in gating.fold(dict(particles.networks[0].named_parameters()), gates).values()).backward()
     assert gates.grad is not None
     torch.testing.assert_close(gates.grad, gating.scales.of(particles.rows)[0])
 
@@ -79,7 +79,7 @@ def test_prices_of_weights(channels_last: bool) -> None:
     particles, structure = setting(networks.resnet, networks.images(), channels_last)
     gating = weight_gating(particles, structure, linear=True)
     keep = torch.rand(gating.units) < 0.3
-    weights = gating.weights(dict(particles.networks[0].named_parameters()), keep.float())
+    weights = gating.fold(dict(particles.networks[0].named_parameters()), keep.float())
     macs = {f"{layer.name}.weight": layer.macs for layer in structure.layers}
     left = sum(macs[key] * int(w.count_nonzero()) / w.numel() for key, w in weights.items())
     assert gating.flops.expected(keep.float()).item() == pytest.approx(left, rel=1e-12)  # all work is gated
