@@ -135,7 +135,7 @@ def verify(model: nn.Module, groups: Sequence[Group], keep: Tensor, example: Ten
             values = _random_inputs(exact, inputs, draw)
             gap = _compare(exact, groups, keep, values)
             if gap.value > TOLERANCE:
-                raise StructureError(f"{gap.message}; {WEIGHTS_INSTEAD}")
+                raise StructureError(f"the channels cannot be pruned safely: {gap.message}; {WEIGHTS_INSTEAD}")
             worst = max(worst, gap.value)
             if any(_sensitive(exact, groups, keep, values)):
                 break

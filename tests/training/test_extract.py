@@ -122,7 +122,7 @@ def test_what_was_trained_is_what_is_extracted(channels_last: bool) -> None:
             assert torch.equal(particle.network.state_dict()[name], value)
 
 
-def test_a_wrong_group_is_refused_by_name() -> None:
+def test_a_wrong_group_is_refused() -> None:
     run = Run("chain")
     first, second = run.structure.groups
     keep = torch.ones(2, run.structure.units, dtype=torch.bool)
@@ -130,7 +130,7 @@ def test_a_wrong_group_is_refused_by_name() -> None:
     wrong = tuple(Slice(p.module, p.side, p.unit.flip(0) if p.side == "in" else p.unit) for p in second.slices)
     run.gating.structure = replace(run.structure, groups=(first, Group(second.name, second.units, wrong)))
     before = copy.deepcopy(run.particles.networks[0].state_dict())
-    with pytest.raises(StructureError, match=r"features\.2\.0"):
+    with pytest.raises(StructureError, match="cannot be pruned safely: the cut network differs"):
         extract(run.particles, run.gating, keep, run.example)
     after = run.particles.networks[0].state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items()) and intact(run.particles)
