@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dllp.config import Config
-from dllp.errors import ConfigError, DataError, first_line
+from dllp.errors import DataError, first_line
 from dllp.method import likelihood
 from dllp.structure.trace import UNFIT
 
@@ -65,11 +65,8 @@ class Posterior:
 
     def to(self, device: torch.device | str) -> Posterior:
         """Move every network; returns itself."""
-        try:
-            for network in self.networks:
-                network.to(device)
-        except (AssertionError, RuntimeError) as error:  # PyTorch's own, where there is no such device
-            raise ConfigError(f"device = {str(device)!r} cannot be used ({first_line(error)}): try 'cpu'") from error
+        for network in self.networks:
+            network.to(device)
         return self
 
     @torch.no_grad()
@@ -93,10 +90,12 @@ class Posterior:
             noises.append(noise)
         stacked = torch.stack(predictions)
         stacked = stacked.softmax(-1) if self.task == "classification" else stacked
-        if bool(stacked.isnan().any()):
-            example = int(stacked.isnan().any(dim=-1).any(dim=0).nonzero()[0])
+        broken = (~stacked.isfinite()).any(-1).nonzero()
+        if len(broken):
+            network, example = broken[0].tolist()
             raise DataError(
-                f"the networks answer example {example} with NaN: are its inputs in the range of the training's?"
+                f"network {network + 1} answers example {example} with NaN or infinity: its weights are damaged, "
+                "or the inputs are not in the range of the training's"
             )
         return stacked, torch.stack(noises)
 
@@ -150,17 +149,14 @@ def predict_data(posterior: Posterior, data: ArrayData, device: torch.device | s
     if not parts:
         raise DataError("there is nothing to evaluate on: the data is empty")
     members, noise = (torch.cat(pieces, 1) for pieces in zip(*parts, strict=True))
-    broken = (~members.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
-    if broken:
-        raise DataError(f"network {broken[0] + 1} answers with numbers that are not finite: its weights are damaged")
     return PredictedData(members, noise, data.y.cpu())
 
 
 def decompose(members: Tensor) -> Prediction:
     """(n, B, C) probabilities -> mean, and uncertainty split into aleatoric and epistemic, as variance and entropy."""
     mean = members.mean(0)
-    entropy = _entropy(mean)
-    expected = _entropy(members).mean(0).minimum(entropy)  # by Jensen; rounding must not make information negative
+    entropy = class_entropy(mean)
+    expected = class_entropy(members).mean(0).minimum(entropy)  # by Jensen; rounding must not make information negative
     return Prediction(
         members,
         mean,
@@ -172,8 +168,8 @@ def decompose(members: Tensor) -> Prediction:
     )
 
 
-def _entropy(p: Tensor) -> Tensor:
-    """(..., C) -> (...) in nats, with 0 log 0 = 0."""
+def class_entropy(p: Tensor) -> Tensor:
+    """(..., C) probabilities -> (...) entropy in nats, with 0 log 0 = 0."""
     return torch.special.entr(p).sum(-1)
 
 
@@ -196,11 +192,11 @@ def evaluating(*networks: nn.Module) -> Iterator[None]:
 def _check_inputs(x: object, batch_size: int) -> None:
     if not isinstance(x, Tensor):
         raise DataError(f"inputs of type {type(x).__name__}: give a tensor of (examples, ...), see torch.as_tensor")
-    for i, part in enumerate(x.split(batch_size)):  # in parts: isfinite copies what it reads
-        finite = part.isfinite()
-        if not bool(finite.all()):
-            bad = i * batch_size + int((~finite.reshape(len(part), -1).all(1)).nonzero()[0])
-            raise DataError(f"NaN or infinity in the inputs, first in example {bad}: clean them before predicting")
+    # in parts: isfinite copies what it reads
+    finite = torch.cat([part.isfinite().unsqueeze(-1).flatten(1).all(1) for part in x.split(batch_size)])
+    if not bool(finite.all()):
+        bad = int((~finite).nonzero()[0])
+        raise DataError(f"NaN or infinity in the inputs, first in example {bad}: clean them before predicting")
 
 
 def _forward(network: nn.Module, x: Tensor) -> Tensor:
@@ -217,11 +213,7 @@ def _forward(network: nn.Module, x: Tensor) -> Tensor:
 
 
 def _mismatch(network: nn.Module, x: Tensor) -> str:
+    layers = (m for m in network.modules() if isinstance(m, (nn.Linear, nn.modules.conv._ConvNd)))
+    known = [f"its first layer is {layer} of {layer.weight.dtype}, give inputs" for layer in layers]
     given = f"the network cannot take inputs of shape {tuple(x.shape)} and {x.dtype}"
-    for layer in network.modules():
-        if isinstance(layer, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-            convolution = not isinstance(layer, nn.Linear)
-            wanted = (layer.in_channels, *("...",) * len(layer.kernel_size)) if convolution else (layer.in_features,)
-            shape = ", ".join(map(str, ("batch", *wanted)))
-            return f"{given}: its first layer takes {layer.weight.dtype} of ({shape}), normalised as for training"
-    return f"{given}: give them as for training"
+    return f"{given}: {known[0] if known else 'give them'} as for training"
