@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def subset(data: ArrayData, fraction: float, seed: int) -> ArrayData:
 
 def write_rows(path: Path, task: Task, rows: Sequence[evaluate.Row], *, named: bool = False, **besides: Any) -> None:
     """Write the table of an evaluation and whatever belongs to it as JSON; `named` as in `files.write_json`."""
-    report = {"data": task.data, "split": task.split, "model": task.model, "rows": evaluate.as_dict(rows)}
+    report = {"data": task.data, "split": task.split, "model": task.model, "rows": [asdict(row) for row in rows]}
     files.write_json(path, report | besides, named=named)
 
 

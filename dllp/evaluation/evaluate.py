@@ -16,7 +16,7 @@ from dllp.devices.device import undisturbed
 from dllp.errors import DataError
 from dllp.evaluation import metrics
 from dllp.method import efficiency, likelihood
-from dllp.posterior import Posterior, PredictedData, decompose, posterior_of, predict_data
+from dllp.posterior import Posterior, PredictedData, class_entropy, decompose, posterior_of, predict_data
 from dllp.records import Size
 
 CLEAN, OOD = "clean", "ood:"
@@ -128,14 +128,15 @@ def measure(
             for row, part in group.rows:
                 found.rows.append(replace(row, data=version, metrics=_metrics(group.posterior, predicted.of(part))))
                 if data.is_classification:
-                    mean = predicted.members[part].mean(0)
-                    curves = {"reliability": metrics.reliability(mean, predicted.labels)}
-                    curves["risk_coverage"] = metrics.risk_coverage(mean, predicted.labels)
+                    sure = metrics.confidence(predicted.members[part].mean(0), predicted.labels)
+                    curves = {"reliability": metrics.reliability(*sure), "risk_coverage": metrics.risk_coverage(*sure)}
                     found.curves.append({"name": row.name, "data": version, **curves})
             if group.name == TOGETHER and n > 1:
                 measured = efficiency.estimate_components(predicted.members.double(), predicted.labels)
                 components = components or measured
-                found.efficiency.append(_efficiency(version, components, measured, n))
+                s2, a2, b2 = map(float, efficiency.variances(measured, components))
+                one, ensemble = (float(efficiency.efficiency(s2, a2, b2, count)) for count in (1, n))
+                found.efficiency.append(Efficiency(version, s2, a2, b2, one, ensemble, n))
     for name, inputs in (ood or {}).items():
         for group in groups:
             predicted, clean = predict_data(group.posterior, inputs, device), found.clean[group.name]
@@ -143,11 +144,6 @@ def measure(
                 outside, inside = (_uncertainty(group.posterior, each.of(part)) for each in (predicted, clean))
                 found.rows.append(replace(row, data=OOD + name, metrics=_separation(outside, inside)))
     return found
-
-
-def as_dict(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Plain values, ready for JSON."""
-    return [asdict(row) for row in rows]
 
 
 @dataclass(frozen=True)
@@ -226,7 +222,7 @@ def separated(outside: Tensor, inside: Tensor) -> dict[str, float]:
 def _class_uncertainty(members: Tensor) -> dict[str, Tensor]:
     """(n, B, C) -> (B,) scores that should be large for out-of-distribution inputs; the first is the usual one."""
     found = decompose(members.double())
-    scores = {"": metrics.entropy(found.mean)}
+    scores = {"": class_entropy(found.mean)}
     if len(members) > 1 and found.mutual_information is not None:
         scores["_mutual_information"] = found.mutual_information
     return scores
@@ -247,9 +243,3 @@ def _separation(outside: Mapping[str, Tensor], inside: Mapping[str, Tensor]) -> 
         values[f"auroc{name}"] = metrics.auroc(inside[name], scores)
         values[f"fpr95{name}"] = metrics.fpr95(inside[name], scores)
     return values
-
-
-def _efficiency(name: str, clean: efficiency.Components, here: efficiency.Components, n: int) -> Efficiency:
-    s2, a2, b2 = map(float, efficiency.variances(here, clean))
-    one, ensemble = (float(efficiency.efficiency(s2, a2, b2, count)) for count in (1, n))
-    return Efficiency(name, s2, a2, b2, one, ensemble, n)

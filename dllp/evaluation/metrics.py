@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dllp.errors import DataError
+from dllp.posterior import class_entropy
 
 BINS = 15
 TEMPERATURES = 1e-2, 1e2
@@ -34,10 +35,10 @@ def brier(probabilities: Tensor, labels: Tensor) -> float:
 
 
 def ece(probabilities: Tensor, labels: Tensor, bins: int = BINS) -> float:
-    """Expected calibration error: mean |confidence - accuracy| over the bins of :func:`reliability_bins`."""
-    found = reliability(probabilities, labels, bins)
+    """Expected calibration error: mean |confidence - accuracy| over the bins of :func:`reliability`."""
+    found = reliability(*confidence(probabilities, labels), bins)
     parts = zip(found["confidence"], found["accuracy"], found["share"], strict=True)
-    return math.fsum(share * abs(confidence - accuracy) for confidence, accuracy, share in parts)
+    return math.fsum(share * abs(mean - right) for mean, right, share in parts)
 
 
 def signed_ece(probabilities: Tensor, labels: Tensor) -> float:
@@ -48,7 +49,14 @@ def signed_ece(probabilities: Tensor, labels: Tensor) -> float:
 
 def aurc(probabilities: Tensor, labels: Tensor) -> float:
     """Area under the risk-coverage curve: mean error rate of the k most confident inputs, over k = 1..B."""
-    return float(selective_risk(*_confidence(probabilities, labels)).mean())
+    return float(selective_risk(*confidence(probabilities, labels)).mean())
+
+
+def confidence(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, C), (B,) -> (B,) largest probability, and (B,) bool: the class that has it is the label."""
+    p, y = _checked(probabilities, labels)
+    largest, predicted = p.max(1)
+    return largest, predicted == y
 
 
 def selective_risk(confidence: Tensor, correct: Tensor) -> Tensor:
@@ -63,8 +71,8 @@ def selective_risk(confidence: Tensor, correct: Tensor) -> Tensor:
     return errors / torch.arange(1, len(correct) + 1)
 
 
-def reliability_bins(confidence: Tensor, correct: Tensor, bins: int = BINS) -> tuple[Tensor, Tensor, Tensor]:
-    """(B,), (B,) -> mean confidence, accuracy and count of every bin of equal width that holds inputs.
+def reliability(confidence: Tensor, correct: Tensor, bins: int = BINS) -> dict[str, list[float]]:
+    """(B,), (B,) -> mean confidence, accuracy and share of the inputs of every bin of equal width that holds any.
 
     A confidence on an edge belongs to the bin above, and 1, to which float32 often rounds, to the last bin.
     """
@@ -73,22 +81,16 @@ def reliability_bins(confidence: Tensor, correct: Tensor, bins: int = BINS) -> t
     count = torch.bincount(bin_of, minlength=bins)
     held = count > 0
 
-    def mean(values: Tensor) -> Tensor:
-        return (torch.zeros(bins, dtype=torch.float64).index_add_(0, bin_of, values.double()) / count)[held]
+    def mean(values: Tensor) -> list[float]:
+        return (torch.zeros(bins, dtype=torch.float64).index_add_(0, bin_of, values.double()) / count)[held].tolist()
 
-    return mean(confidence), mean(correct), count[held]
-
-
-def reliability(probabilities: Tensor, labels: Tensor, bins: int = BINS) -> dict[str, list[float]]:
-    """The bins of :func:`ece`: mean confidence, accuracy and fraction of the inputs of each."""
-    confidence, accuracy, count = reliability_bins(*_confidence(probabilities, labels), bins)
-    share = count.double() / len(labels)
-    return {"confidence": confidence.tolist(), "accuracy": accuracy.tolist(), "share": share.tolist()}
+    share = count[held].double() / len(confidence)
+    return {"confidence": mean(confidence), "accuracy": mean(correct), "share": share.tolist()}
 
 
-def risk_coverage(probabilities: Tensor, labels: Tensor, points: int = 100) -> dict[str, list[float]]:
+def risk_coverage(confidence: Tensor, correct: Tensor, points: int = 100) -> dict[str, list[float]]:
     """Error rate of the most confident fraction of the inputs, for up to `points` fractions; its mean is the AURC."""
-    risk = selective_risk(*_confidence(probabilities, labels))
+    risk = selective_risk(confidence, correct)
     at = torch.linspace(0, len(risk) - 1, min(points, len(risk)), dtype=torch.float64).round().long()
     return {"coverage": ((at + 1).double() / len(risk)).tolist(), "risk": risk[at].tolist()}
 
@@ -97,22 +99,15 @@ def auroc(inside: Tensor, outside: Tensor) -> float:
     """Probability that an out-of-distribution score (M,) exceeds an in-distribution one (N,); ties count half."""
     from sklearn.metrics import roc_auc_score
 
-    rank = _scores(inside, outside).unique(return_inverse=True)[1]  # scores may be infinite, which scikit-learn refuses
-    is_outside = torch.arange(len(rank)) >= inside.numel()
+    rank = torch.cat([inside, outside]).unique(return_inverse=True)[1]  # scikit-learn refuses infinite scores
+    is_outside = torch.arange(len(rank)) >= len(inside)
     return float(roc_auc_score(is_outside.numpy(), rank.numpy()))
 
 
 def fpr95(inside: Tensor, outside: Tensor) -> float:
     """Fraction of out-of-distribution scores below the threshold that lets 95% of the in-distribution ones pass."""
-    scores = _scores(inside, outside)
-    ordered = scores[: inside.numel()].sort().values
-    threshold = ordered[math.ceil(0.95 * len(ordered)) - 1]
-    return float((scores[inside.numel() :] <= threshold).double().mean())
-
-
-def entropy(probabilities: Tensor) -> Tensor:
-    """Entropy (...,) of distributions (..., C), in nats."""
-    return torch.special.entr(probabilities.detach().double()).sum(-1)
+    threshold = inside.sort().values[math.ceil(0.95 * len(inside)) - 1]
+    return float((outside <= threshold).double().mean())
 
 
 def disagreement(members: Tensor) -> float:
@@ -169,7 +164,7 @@ def summary(probabilities: Tensor, labels: Tensor) -> dict[str, float]:
         "ece": ece(p, y),
         "signed_ece": signed_ece(p, y),
         "aurc": aurc(p, y),
-        "entropy": float(entropy(p).mean()),
+        "entropy": float(class_entropy(p).mean()),
     }
     if len(y) > 1:
         result["nll_after_temperature"] = nll_after_temperature(p.clamp_min(SMALLEST).log(), y)
@@ -191,22 +186,6 @@ def _same(prediction: Tensor, target: Tensor) -> Tensor:
     if prediction.shape != target.shape or not prediction.numel():
         raise DataError(f"predictions {tuple(prediction.shape)} and targets {tuple(target.shape)} must match")
     return prediction.detach().double().cpu() - target.detach().double().cpu()
-
-
-def _confidence(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, C), (B,) -> (B,) largest probability, and (B,) bool: the class that has it is the label."""
-    p, y = _checked(probabilities, labels)
-    confidence, predicted = p.max(1)
-    return confidence, predicted == y
-
-
-def _scores(inside: Tensor, outside: Tensor) -> Tensor:
-    if not inside.numel() or not outside.numel():
-        raise DataError("scores of both in- and out-of-distribution inputs are needed: one of them is empty")
-    scores = torch.cat([inside.flatten(), outside.flatten()]).detach().double().cpu()
-    if bool(scores.isnan().any()):
-        raise DataError("an out-of-distribution score is NaN: check the predictions")
-    return scores
 
 
 def _checked(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

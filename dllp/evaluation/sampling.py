@@ -34,8 +34,6 @@ def sample_gates(
         seed: Fixes the draws.
     """
     check_count(draws=draws)
-    if temperature < 0:
-        raise ConfigError(f"temperature = {temperature}: 0 or a positive number is needed")
     if "method" in result.info:
         raise ConfigError(
             f"the gates of {result.info['method']} were not learned: there are no probabilities to draw by"
@@ -50,7 +48,8 @@ def sample_gates(
         for _ in range(draws):
             logistic = gates.logistic_noise(row.shape, generator)
             z = gates.relax(row, temperature, logistic) if temperature else gates.discretise(row + logistic).float()
-            networks.append(_gated(particle.reference, fold, z))
+            networks.append(copy.deepcopy(particle.reference).eval())
+            fold_in(networks[-1], fold, z)
     return posterior_of(networks, result.posterior.noise.repeat_interleave(draws), result.config)
 
 
@@ -66,9 +65,3 @@ def _fold(result: Result, network: nn.Module, gated: tuple[str, ...], example: T
     if found != units:
         raise DataError(f"the run has {units} gates but the network {found}: a filter_fn chose what may be gated")
     return fold
-
-
-def _gated(reference: nn.Module, fold: Fold | WeightFold, z: Tensor) -> nn.Module:
-    network = copy.deepcopy(reference).eval()
-    fold_in(network, fold, z)
-    return network

@@ -14,21 +14,21 @@ from dllp.errors import ArtifactError
 from dllp.evaluation import examples
 from dllp.evaluation.evaluate import CLEAN, DENSE, TOGETHER, Row
 from dllp.evaluation.examples import Examples
-from dllp.records import EpochRecord, Size
+from dllp.records import EpochRecord
 from dllp.report.markup import plain
+from dllp.runs import result
 from dllp.runs.names import CORRUPTIONS, EVALUATION, LOG, SPEED, member
-from dllp.runs.result import read_run
 
 Uncertainty = Literal["aleatoric", "epistemic"]
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Measured times; `source` says how they were measured."""
+    """Measured times, as speed.json holds them; `source` says how they were measured."""
 
     rows: list[SpeedRow]
     layers: list[LayerTime]
-    source: str
+    source: str = "measured by dllp speed"
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,12 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run.
+class Run(result.Run):
+    """One run: its run.json, and what lies beside it.
 
     Attributes:
         name, folder: Its name on the page, and its place.
-        config, info: From run.json.
-        dense, sizes: Costs of the original network and of each particle.
-        recipes, gated, widths, whole: The kept channels or weights, and the layers that were not pruned.
-        history, dense_history: A record for each epoch.
+        dense_history: A record for each epoch of the dense network's training.
         rows: Evaluated networks, clean data first.
         examples: Predictions for single test examples.
         settings, command: All settings, and the command that repeats the run.
@@ -62,15 +59,6 @@ class Run:
 
     name: str
     folder: Path
-    config: dict[str, Any]
-    info: dict[str, Any]
-    dense: Size
-    sizes: list[Size]
-    recipes: list[dict[str, Any]]
-    gated: list[str]
-    widths: dict[str, list[int]]
-    whole: dict[str, str]
-    history: list[EpochRecord]
     dense_history: list[EpochRecord]
     rows: list[Row]
     examples: Examples | None
@@ -100,31 +88,27 @@ class Run:
 
 def read(folder: Path) -> Run:
     """A finished run's folder; files that a run made from Python lacks are left out."""
-    run = read_run(folder)
+    run = result.read_run(folder)
     evaluated, order = rows(folder / EVALUATION), (DENSE, "particle 1", TOGETHER)
     evaluated.sort(key=lambda row: (row.data != CLEAN, order.index(row.name) if row.name in order else 1))
+    stored: dict[str, Any] = vars(run) | {"config": Config.from_dict(run.config).as_dict()}
     return Run(
+        **stored,
         name=plain(folder.resolve().name),
         folder=folder,
-        config=Config.from_dict(run.config).as_dict(),
-        dense=run.dense,
-        sizes=run.sizes,
-        history=run.history,
         dense_history=_dense_history(folder),
         rows=[*evaluated, *(row for row in rows(folder / CORRUPTIONS) if row.data != CLEAN)],
         examples=examples.read(folder),
         speed=_speed(folder),
-        info=run.info,
-        recipes=run.recipes,
-        gated=run.gated,
-        widths=run.widths,
-        whole=run.whole,
     )
 
 
 def rows(path: Path) -> list[Row]:
     """The evaluated networks in a file of `dllp evaluate --json`; none where it is missing."""
-    return files.typed(list[Row], _json(path).get("rows"), path) if path.exists() else []
+    if not path.exists():
+        return []
+    found = files.typed(dict[str, Any], files.read_json(member(path.parent, path.name)), path)
+    return files.typed(list[Row], found.get("rows"), path)
 
 
 def _speed(folder: Path) -> Speed | None:
@@ -132,18 +116,10 @@ def _speed(folder: Path) -> Speed | None:
     path = folder / SPEED
     if not path.exists():
         return None
-    found = _json(path)
-    measured = files.typed(list[SpeedRow], found.get("rows"), path)
-    if any(row.median <= 0 or row.batch <= 0 for row in measured):
+    found = files.typed(Speed, files.read_json(member(folder, SPEED)), path)
+    if any(row.median <= 0 or row.batch <= 0 for row in found.rows):
         raise ArtifactError(f"{path}: a time is not positive: make it again with dllp speed")
-    layers = files.typed(list[LayerTime], found.get("layers"), path)
-    return Speed(measured, layers, "measured by dllp speed")
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """The object in a file of a run folder; empty where it is no object."""
-    found = files.read_json(member(path.parent, path.name))
-    return found if isinstance(found, dict) else {}
+    return found
 
 
 def _dense_history(folder: Path) -> list[EpochRecord]:

@@ -46,19 +46,10 @@ def section(run: Run) -> Section | None:
     return Section("trust", "Trust", plots=tuple(plots), markup=images or note(run.missing.get("images", "")))
 
 
-def answers(found: Examples, name: str) -> tuple[Tensor, Tensor]:
-    """(B, 2), (B,): confidence in the network's answer beside 0 for all others, and which of them is right.
-
-    The metrics of calibration need no more than that of the probabilities, and an example stores no more.
-    """
-    confidence = found.confidence[name]
-    return torch.stack([confidence, torch.zeros_like(confidence)], 1), (~found.correct(name)).long()
-
-
 def _reliability(found: Examples, names: list[str]) -> Plot:
     traces = [figures.line("perfect", [0, 1], [0, 1], GREY, "dot", hoverinfo="skip")]
     for i, name in enumerate(names):
-        bins = metrics.reliability(*answers(found, name))
+        bins = metrics.reliability(found.confidence[name], found.correct(name))
         sizes = [round(6 + 14 * share**0.5, 1) for share in bins["share"]]
         traces.append(figures.line(
             name, short(bins["confidence"]), bins["accuracy"], NETWORKS[name], DASHES[i],
@@ -78,7 +69,7 @@ def _reliability(found: Examples, names: list[str]) -> Plot:
 def _risk(found: Examples, names: list[str]) -> Plot:
     traces = []
     for i, name in enumerate(names):
-        curve = metrics.risk_coverage(*answers(found, name), points=POINTS)
+        curve = metrics.risk_coverage(found.confidence[name], found.correct(name), POINTS)
         traces.append(figures.line(name, short(curve["coverage"]), curve["risk"], NETWORKS[name], DASHES[i]))
     return Plot(
         "risk", "Risk against coverage",

@@ -6,21 +6,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dllp.config import fits
 from dllp.errors import ArtifactError
 from dllp.method.weight_laws import near_zero_ratio
+from dllp.records import Recipe
 from dllp.report import figures
 from dllp.report.contents import Run
 from dllp.report.figures import BLUE, ORANGE, ROW, VERMILION, Plot, Section, Trace, axis, names_axis, short
 from dllp.report.markup import definitions, folded, plain
 from dllp.runs.names import RUN
-from dllp.runs.tensors import read_tensors
+from dllp.runs.tensors import INDEX, VALUE, check_finite, read_tensors
 
 BINS = 60
 FEWEST = 30
@@ -126,46 +125,36 @@ def histogram(layer: Layer) -> list[Trace]:
     return [*traces, figures.line(f"Gaussian, σ {std:.3g}, ratio {ratio:.2f}", short(middle), fit, VERMILION)]
 
 
-def split(folder: Path, recipe: Mapping[str, Any], gated: Sequence[str]) -> list[Layer]:
+def split(folder: Path, recipe: Recipe, gated: Sequence[str]) -> list[Layer]:
     """Slab and spike of every layer that lost something, from the first particle's files: no network is needed."""
     path, reference = folder / "particle-0.safetensors", folder / "reference-0.safetensors"
     pruned, whole = read_tensors(path), read_tensors(reference)
     layers = []
     for name in gated or [f"{module}.weight" for module in recipe]:
-        module, weight = name.removesuffix(".weight"), whole.get(name)
-        if not gated and (weight is None or weight.dim() < 2):
+        module = name.removesuffix(".weight")
+        if not gated and (name not in whole or whole[name].dim() < 2):
             continue  # a norm, or a module without weights
-        kept = pruned.get(f"{name}#value" if gated else name)
-        if weight is None or kept is None:
-            raise ArtifactError(f"{path}: the weights of {module!r} are missing")
-        if gated:
-            place, keep = path, _at_positions(weight.shape, pruned.get(f"{name}#index"))
-        else:
-            place, keep = folder / RUN, _by_recipe(weight.shape, recipe[module], kept.numel())
-        if keep is None:
-            raise ArtifactError(f"{place}: the kept positions of {module!r} do not fit the network")
-        layers.append(Layer(module, _finite(kept, name, path), _finite(weight[~keep], name, reference)))
+        try:
+            weight, kept = whole[name], pruned[name + VALUE if gated else name]
+            if gated:
+                keep = torch.zeros(weight.shape, dtype=torch.bool)
+                keep.view(-1)[pruned[name + INDEX].long()] = True
+            else:
+                keep = _by_recipe(weight.shape, recipe[module], kept.numel())
+        except (LookupError, RuntimeError):
+            place = f"{folder / RUN} and {path.name}"
+            raise ArtifactError(f"{place}: the kept weights of {module!r} do not fit the network") from None
+        spike = weight[~keep]
+        check_finite(path, name, kept, infinite=False)
+        check_finite(reference, name, spike, infinite=False)
+        layers.append(Layer(module, kept.flatten().float().numpy(), spike.float().numpy()))
     return [layer for layer in layers if len(layer.spike)]
 
 
-def _at_positions(shape: torch.Size, index: Tensor | None) -> Tensor | None:
-    """Mask of the weights at flat positions; None where these do not fit."""
-    keep = torch.zeros(shape, dtype=torch.bool)
-    if index is None or index.dtype != torch.int32 or index.dim() != 1:
-        return None
-    if len(index) and not 0 <= int(index.min()) <= int(index.max()) < keep.numel():
-        return None
-    keep.view(-1)[index.long()] = True
-    return keep
-
-
-def _by_recipe(shape: torch.Size, sides: Any, count: int) -> Tensor | None:
-    """Mask of the `count` weights that a recipe keeps; None where it lists no channels.
-
-    Outputs come first, but in transposed convolutions inputs do.
-    """
-    if not fits(sides, dict[str, list[int]]) or any(i < 0 for part in sides.values() for i in part):
-        return None
+def _by_recipe(shape: torch.Size, sides: Mapping[str, list[int]], count: int) -> Tensor:
+    """Mask of the `count` weights that a recipe keeps. Outputs come first, but in transposed convolutions inputs do."""
+    if any(i < 0 for part in sides.values() for i in part):
+        raise IndexError
     masks = []
     for order in (("out", "in"), ("in", "out")):
         keep = torch.ones(shape, dtype=torch.bool)
@@ -177,11 +166,3 @@ def _by_recipe(shape: torch.Size, sides: Any, count: int) -> Tensor | None:
                 keep.transpose(0, dim)[lost] = False
         masks.append(keep)
     return next((keep for keep in masks if int(keep.sum()) == count), masks[0])
-
-
-def _finite(values: Tensor, name: str, path: Path) -> np.ndarray:
-    """(m,) float32; a weight that is NaN or infinite is an error."""
-    flat = values.flatten().float()
-    if not bool(flat.isfinite().all()):
-        raise ArtifactError(f"{path}: {name!r} holds numbers that are not finite")
-    return flat.numpy()

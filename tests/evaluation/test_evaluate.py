@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -58,7 +58,7 @@ def test_rows_are_dense_each_particle_and_the_ensemble(run: dllp.Result) -> None
     assert prediction.mutual_information is not None
     mutual = float(prediction.mutual_information.mean())
     assert both.metrics["mutual_information"] == pytest.approx(mutual, abs=1e-6)
-    json.dumps(evaluate.as_dict(rows), allow_nan=False)
+    json.dumps([asdict(row) for row in rows], allow_nan=False)
 
 
 def test_chunks_do_not_change_the_result(run: dllp.Result, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,6 @@ def test_mistakes(run: Result) -> None:
     for call, kind, words in (
         (lambda: sample_gates(run, x, 0), ConfigError, "draws = 0: a whole number"),
         (lambda: sample_gates(run, x, True), ConfigError, "draws = True: a whole number"),
-        (lambda: sample_gates(run, x, 1, temperature=-1), ConfigError, "temperature = -1: 0 or a positive"),
         (lambda: sample_gates(run, x, 1.5), ConfigError, "draws = 1.5"),  # type: ignore[arg-type]
         (lambda: sample_gates(replace(run, info={"method": "fpgm"}), x), ConfigError, "gates of fpgm were not learned"),
         (lambda: sample_gates(replace(run, gates=run.gates | {"logits": torch.zeros(2, 0)}), x), ConfigError, "dense"),

@@ -46,7 +46,7 @@ def test_diagrams_agree_with_the_metrics() -> None:
     section = trust.section(run)  # type: ignore[arg-type]
     assert section is not None
     reliability, risk = (plot.data[-1] for plot in section.plots[:2])
-    bins = metrics.reliability(p, y)
+    bins = metrics.reliability(*metrics.confidence(p, y))
     np.testing.assert_allclose([reliability["x"], reliability["y"]], [bins["confidence"], bins["accuracy"]], rtol=1e-4)
     shares = [int(count) / len(y) for count in reliability["text"]]
     np.testing.assert_allclose(shares, bins["share"])
