@@ -6,7 +6,7 @@ import importlib.util
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dllp import files
 from dllp.api import Result
 from dllp.devices.device import undisturbed
-from dllp.errors import ConfigError, ExportError, check_count, is_whole
+from dllp.errors import ConfigError, ExportError, check_count
 from dllp.method.likelihood import split_noise
 from dllp.posterior import decompose, evaluating
 from dllp.structure.groups import chosen_again, discover
@@ -143,16 +143,13 @@ def export(
     if particle is not None and not 0 <= particle < len(result.particles):
         raise ConfigError(f"there is no particle {particle + 1}: the run has {len(result.particles)}")
     check_count(pad_to=pad_to)
-    if not isinstance(shape, (tuple, list)) or not all(is_whole(n) and n > 0 for n in shape):
-        raise ConfigError(f"shape = {shape!r:.60}: positive whole numbers are needed, such as (3, 32, 32)")
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder: give a file for the export, such as {path / ('model.' + format)}")
     if format == "onnx":
         require_onnx()
     chosen = range(len(result.particles)) if particle is None else [particle]
     small = [result.particles[i].network for i in chosen]
     wide = small if pad_to == 1 else [wider(result, i, shape, pad_to) for i in chosen]
-    single = ("logits" if result.config.task == "classification" else "output", *(["noise"] if _head(result) else []))
+    first = "logits" if result.config.task == "classification" else "output"
+    single = (first, "noise") if result.posterior.head else (first,)
     outputs = OUTPUTS if particle is None else single
     with evaluating(*small):
         network, reference = (_assembled(result, networks, particle, uint8, shape) for networks in (wide, small))
@@ -177,23 +174,17 @@ def wider(result: Result, particle: int, shape: tuple[int, ...], multiple: int) 
 def _assembled(
     result: Result, networks: list[nn.Module], particle: int | None, uint8: bool, shape: tuple[int, ...]
 ) -> nn.Module:
-    if _head(result):
+    if result.posterior.head:
         networks = [WithNoise(network) for network in networks]
     whole = networks[0]
     if particle is None:
-        whole = Ensemble(networks, result.posterior.noise, result.config.task, head=_head(result))
+        whole = Ensemble(networks, result.posterior.noise, result.config.task, head=result.posterior.head)
     if not uint8:
         return whole.eval()
     known = result.info.get("data", {})
-    if known.get("dtype", "uint8") != "uint8" or len(shape) != 3:
-        raise ConfigError("the run was not trained on uint8 images: export it without --uint8")
-    if "mean" not in known:
-        raise ConfigError("the run does not say how its images were normalised: export it without --uint8")
+    if known.get("dtype", "uint8") != "uint8" or len(shape) != 3 or "mean" not in known:
+        raise ConfigError("the run does not hold the normalisation of uint8 images: export it without --uint8")
     return Pixels(whole, known["mean"] or [0.0], known.get("std") or [1.0]).eval()
-
-
-def _head(result: Result) -> bool:
-    return result.config.noise == "input"
 
 
 # ---- files
@@ -285,14 +276,11 @@ def _quiet() -> Iterator[None]:
 
 def _check(reference: nn.Module, content: bytes, shape: tuple[int, ...], uint8: bool, format: Format) -> float:
     """Largest absolute difference between a file's answers and PyTorch's, for several batch sizes."""
-    answer = _onnx_answers(content) if format == "onnx" else _pt2_answers(content)
-    worst = 0.0
+    loaded, worst = _loaded(content, format), 0.0
     for batch in BATCHES:
         x = inputs(batch, shape, uint8)
         with torch.no_grad():
-            expected = reference(x)
-        found = answer(x)
-        wanted = expected if isinstance(expected, tuple) else (expected,)
+            found, wanted = (y if isinstance(y, tuple) else (y,) for y in (loaded(x), reference(x)))
         for a, b in zip(found, wanted, strict=True):
             gap = (a - b).abs().max().item() if a.shape == b.shape else float("inf")
             if not gap <= TOLERANCE * max(1.0, b.abs().max().item()):
@@ -303,22 +291,14 @@ def _check(reference: nn.Module, content: bytes, shape: tuple[int, ...], uint8: 
     return worst
 
 
-def _onnx_answers(content: bytes) -> Any:
+def _loaded(content: bytes, format: Format) -> Callable[[Tensor], Any]:
+    """A file in its own runtime, as a function of the inputs."""
+    if format == "pt2":
+        with _quiet():
+            return torch.export.load(io.BytesIO(content)).module()
     import onnx
     import onnxruntime
 
     onnx.checker.check_model(content, full_check=True)
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    return lambda x: [torch.from_numpy(y) for y in session.run(None, {INPUT: x.numpy()})]
-
-
-def _pt2_answers(content: bytes) -> Any:
-    with _quiet():
-        network = torch.export.load(io.BytesIO(content)).module()
-
-    def answer(x: Tensor) -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            found = network(x)
-        return found if isinstance(found, tuple) else (found,)
-
-    return answer
+    return lambda x: tuple(torch.from_numpy(y) for y in session.run(None, {INPUT: x.numpy()}))

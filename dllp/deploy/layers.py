@@ -6,14 +6,15 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from dllp.deploy.export import INPUT, inputs, require_onnx, write
 from dllp.deploy.runtimes import Subject, limited
@@ -52,22 +53,16 @@ def layers(
 ) -> list[LayerTime]:
     """Time of every convolution in onnxruntime on one thread; empty where the two graphs run differently."""
     require_onnx()
-    times, widths, macs = [], [], []
+    times, names = [], []
     for subject in (dense, other):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.onnx"
             write(subject.network, path, inputs(2, shape), "onnx")
             times.append(_kernel_times(path, inputs(batch, shape), runs))
-        widths.append(_convolutions(subject.network, shape))
-        structure = discover(subject.network, inputs(2, shape), channels=False)
-        macs.append({layer.name: layer.macs for layer in structure.layers})
-    if len({len(part) for part in (*times, *widths)}) != 1:
+        names.append([name for name, _ in _calls(subject.network, inputs(1, shape), (_ConvNd,))])
+    if len({len(part) for part in (*times, *names)}) != 1:
         return []
-    parts = zip(*times, *widths, strict=True)
-    return [
-        LayerTime(name, 1e3 * a, 1e3 * b, width, kept, macs[1][name] / macs[0][name])
-        for a, b, (name, width), (_, kept) in parts
-    ]
+    return _compared(dense, other, shape, zip(names[0], *times, strict=True))
 
 
 def torch_layers(
@@ -76,50 +71,57 @@ def torch_layers(
     """Time of every convolution and linear layer in PyTorch on one thread: rougher, but it needs no extra."""
     with limited(1):
         before, after = (_timed_layers(subject.network, inputs(batch, shape), runs) for subject in (dense, other))
+    both = ((name, seconds, after[name]) for name, seconds in before.items() if name in after)
+    return _compared(dense, other, shape, both)
+
+
+def _compared(
+    dense: Subject, other: Subject, shape: tuple[int, ...], times: Iterable[tuple[str, float, float]]
+) -> list[LayerTime]:
+    """Names and seconds of layers with their widths and the share of their FLOPs that is left."""
+    structures = [discover(subject.network, inputs(2, shape), channels=False) for subject in (dense, other)]
+    before, after = ({layer.name: layer.macs for layer in structure.layers} for structure in structures)
+
+    def width(subject: Subject, name: str) -> int:
+        layer: Any = subject.network.get_submodule(name)
+        return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+
     return [
-        LayerTime(name, 1e3 * a.seconds, 1e3 * after[name].seconds, a.width, after[name].width,
-                  after[name].macs / a.macs)
-        for name, a in before.items() if name in after
-    ]  # fmt: skip
+        LayerTime(name, 1e3 * a, 1e3 * b, width(dense, name), width(other, name), after[name] / before[name])
+        for name, a, b in times
+    ]
 
 
-@dataclass
-class _Timed:
-    """Calls of one layer: seconds of each, channels out, multiply-accumulates."""
-
-    width: int = 0
-    macs: int = 0
-    start: float = 0.0
-    samples: list[float] = field(default_factory=list)
-
-    @property
-    def seconds(self) -> float:
-        return float(np.median(self.samples[1:]))
+def _timed_layers(network: nn.Module, x: Tensor, runs: int) -> dict[str, float]:
+    """Median seconds of every convolution and linear layer, the first call left out."""
+    samples: dict[str, list[float]] = {}
+    for _ in range(runs + 1):
+        for name, seconds in _calls(network, x, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            samples.setdefault(name, []).append(seconds)
+    return {name: float(np.median(found[1:])) for name, found in samples.items()}
 
 
-def _timed_layers(network: nn.Module, x: Tensor, runs: int) -> dict[str, _Timed]:
-    found: dict[str, _Timed] = {}
-    hooks = []
-    for name, module in network.named_modules():
-        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-            timed = found[name] = _Timed()
+def _calls(network: nn.Module, x: Tensor, kinds: tuple[type[nn.Module], ...]) -> list[tuple[str, float]]:
+    """Name and seconds of each call of a layer of some kinds, in the order of execution."""
+    names = {module: name for name, module in network.named_modules() if isinstance(module, kinds)}
+    starts: dict[nn.Module, float] = {}
+    found: list[tuple[str, float]] = []
 
-            def begin(module: nn.Module, args: Any, timed: _Timed = timed) -> None:
-                timed.start = time.perf_counter()
+    def begin(module: nn.Module, args: Any) -> None:
+        starts[module] = time.perf_counter()
 
-            def end(module: Any, args: Any, output: Tensor, timed: _Timed = timed) -> None:
-                timed.samples.append(time.perf_counter() - timed.start)
-                timed.width, timed.macs = len(module.weight), output.numel() * module.weight[0].numel()
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        found.append((names[module], time.perf_counter() - starts[module]))
 
-            hooks += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+    hooks = [module.register_forward_pre_hook(begin) for module in names]
+    hooks += [module.register_forward_hook(end) for module in names]
     try:
         with torch.inference_mode():
-            for _ in range(runs + 1):
-                network(x)
+            network(x)
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: timed for name, timed in found.items() if len(timed.samples) > 1}
+    return found
 
 
 def _kernel_times(path: Path, x: Tensor, runs: int) -> list[float]:
@@ -176,19 +178,3 @@ def _profile(path: Path, x: Tensor, runs: int) -> list[dict[str, Any]]:
         return json.loads(profile.read_bytes())
     except (OSError, ValueError):  # the runtime says nothing when a disk is full
         raise ArtifactError(f"cannot write {profile}: it is cut off; free some space there") from None
-
-
-def _convolutions(network: nn.Module, shape: tuple[int, ...]) -> list[tuple[str, int]]:
-    """Names and output channels of the convolutions, in the order of execution."""
-    found: list[tuple[str, int]] = []
-
-    def note(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        return lambda module, args, output: found.append((name, output.shape[1]))
-
-    modules = [(name, m) for name, m in network.named_modules() if isinstance(m, nn.modules.conv._ConvNd)]
-    hooks = [module.register_forward_hook(note(name)) for name, module in modules]
-    with torch.no_grad():
-        network(inputs(1, shape))
-    for hook in hooks:
-        hook.remove()
-    return found

@@ -51,8 +51,7 @@ def interleaved(calls: Sequence[Call], seconds: float, fewest: int | None = None
     order = list(range(len(calls)))
     gc.collect()
     end = time.perf_counter() + seconds
-    least = FEWEST if fewest is None else fewest
-    while len(samples[0]) < least or (time.perf_counter() < end and len(samples[0]) < MOST):
+    while len(samples[0]) < (fewest or FEWEST) or (time.perf_counter() < end and len(samples[0]) < MOST):
         for i in order:
             start, work = time.perf_counter(), time.process_time()
             for _ in range(repeats[i]):
@@ -137,13 +136,11 @@ def quantised(path: Path, shape: tuple[int, ...]) -> Path:
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    class Reader(CalibrationDataReader):
-        def __init__(self) -> None:
-            self.parts: Iterator[Tensor] = iter([inputs(8 + i, shape) for i in range(CALIBRATION)])
+    parts = iter([{INPUT: inputs(8 + i, shape).numpy()} for i in range(CALIBRATION)])
 
+    class Reader(CalibrationDataReader):
         def get_next(self) -> Any:
-            part = next(self.parts, None)
-            return None if part is None else {INPUT: part.numpy()}
+            return next(parts, None)
 
     prepared, result = path.with_suffix(".prepared.onnx"), path.with_suffix(".int8.onnx")
     quant_pre_process(str(path), str(prepared), skip_symbolic_shape=True)

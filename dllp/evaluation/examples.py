@@ -75,23 +75,21 @@ def read(folder: Path) -> Examples | None:
     if not path.exists():
         return None
     tensors = read_tensors(path, limit=MOST_BYTES)
-    parts: dict[str, dict[str, Tensor]] = {"predicted": {}, "confidence": {}}
-    for name, value in tensors.items():
-        kind, _, network = name.partition("/")
-        if kind in parts and network:
-            parts[kind][network] = value
-    single = [tensors.get(name) for name in ("labels", "aleatoric", "epistemic")]
-    labels, aleatoric, epistemic = (torch.empty(0) if value is None else value for value in single)
-    floats = [aleatoric, epistemic, *parts["confidence"].values()]
+    predicted, confidence = (
+        {name.removeprefix(kind): value for name, value in tensors.items() if name.startswith(kind)}
+        for kind in ("predicted/", "confidence/")
+    )
+    labels, aleatoric, epistemic = (tensors.get(name, torch.empty(0)) for name in ("labels", "aleatoric", "epistemic"))
+    floats = [aleatoric, epistemic, *confidence.values()]
     fits = (
         labels.dim() == 1
         and len(labels) > 0
-        and set(parts["predicted"]) == set(parts["confidence"]) >= {"particle 1"}
-        and all(value.shape == labels.shape for value in (*parts["predicted"].values(), *floats))
-        and all(value.dtype == torch.int32 for value in (labels, *parts["predicted"].values()))
+        and set(predicted) == set(confidence) >= {"particle 1"}
+        and all(value.shape == labels.shape for value in (*predicted.values(), *floats))
+        and all(value.dtype == torch.int32 for value in (labels, *predicted.values()))
         and all(value.dtype == torch.float32 and bool((value.isfinite() & (value >= 0)).all()) for value in floats)
-        and all(bool((value <= 1 + 1e-4).all()) for value in parts["confidence"].values())
+        and all(bool((value <= 1 + 1e-4).all()) for value in confidence.values())
     )
     if not fits:
         raise ArtifactError(f"{path} does not hold labels, predictions and uncertainties of the same examples")
-    return Examples(labels, parts["predicted"], parts["confidence"], aleatoric, epistemic)
+    return Examples(labels, predicted, confidence, aleatoric, epistemic)

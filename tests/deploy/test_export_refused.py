@@ -99,11 +99,6 @@ def test_mistakes_are_one_line(
         ({"particle": -1}, "there is no particle 0"),
         ({"pad_to": "8"}, "pad_to = '8': a whole number is needed"),
         ({"pad_to": 1.5}, "pad_to = 1.5: a whole number is needed"),
-        ({"shape": "3"}, "shape = '3': positive whole numbers are needed, such as (3, 32, 32)"),
-        ({"shape": 3}, "shape = 3: positive"),
-        ({"shape": (0, 3)}, "shape = (0, 3): positive"),
-        ({"shape": ("1", "8", "8")}, "shape = ('1', '8', '8'): positive"),
-        ({"shape": torch.zeros(99, 3)}, "shape = tensor([["),
         ({"path": 300 * "a"}, "File name too long"),
     ],
 )
@@ -120,7 +115,7 @@ def test_file_is_asked_for(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["export", str(run)]) == 2
     one_line(capsys, "required: --out; see dllp export --help")
     assert main(["export", str(run), "--out", str(tmp_path)]) == 2
-    one_line(capsys, "is a folder")
+    one_line(capsys, f"cannot write {tmp_path}: Is a directory")
 
 
 def test_network_that_fixes_its_batch_is_refused(tmp_path: Path) -> None:

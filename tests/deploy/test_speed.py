@@ -16,7 +16,7 @@ from dllp.cli import progress
 from dllp.cli.main import main
 from dllp.deploy import memory, runtimes, speed
 from dllp.deploy.export import inputs, write
-from dllp.deploy.layers import CONVOLUTIONS, _convolutions, _kernel_places, _kernel_times, _plain_name, _profile
+from dllp.deploy.layers import CONVOLUTIONS, _calls, _kernel_places, _kernel_times, _plain_name, _profile
 from dllp.errors import ArtifactError, ConfigError
 from dllp.structure.groups import discover
 from dllp.zoo import build
@@ -164,7 +164,7 @@ class Branches(nn.Module):
 def test_times_go_to_the_layer_whose_kernel_took_them(tmp_path: Path) -> None:
     network, path = Branches().eval(), tmp_path / "model.onnx"
     write(network, path, inputs(2, SHAPE), "onnx")
-    names, places = [name for name, _ in _convolutions(network, SHAPE)], _kernel_places(path)
+    names, places = [name for name, _ in _calls(network, inputs(1, SHAPE), (nn.Conv2d,))], _kernel_places(path)
     found = {}
     for event in _profile(path, inputs(2, SHAPE), 1):
         if event["args"].get("op_name") in CONVOLUTIONS and event["name"].endswith("_kernel_time"):
