@@ -2,30 +2,28 @@
 
 n particles are the rows of an (n, P) matrix. Columns fall into consecutive blocks with one kernel each:
 k(a, b) = exp(-|a - b|^2 / h). Pairs i < j are listed in the order (0,1), (0,2), ..., (1,2), ...
-Every reduction is deterministic. The temporaries are a few rows, in :func:`direction` also where each coordinate has a
-kernel; :func:`pair_weights` then has as many rows as pairs.
+
+:func:`direction` is equation 14, and is :func:`pair_weights` followed by :func:`combine`. A run on one device calls the
+two by themselves, because the second is elementwise and is fused with the update (:mod:`dllp.method.update`).
+Every reduction is deterministic. The temporaries are a few rows; where each coordinate has a kernel, as many as pairs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from numbers import Real
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dllp.errors import ConfigError
-
-BandwidthFunction = Callable[[Tensor], Tensor]
-Bandwidth = Literal["median", "paper"] | float | BandwidthFunction
+Bandwidth = Literal["median", "paper"] | float
 
 _block_norms = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 
-# With a kernel for each coordinate all pairs of a column are needed at once: columns are taken in strips.
+# With a kernel for each coordinate the discrepancy needs all pairs of a column at once: columns are taken in strips.
 _STRIP = 1 << 22
 
 
@@ -45,9 +43,7 @@ Blocks = BlockIndex | Sequence[int] | Literal["coordinate"] | None
 
 def block_index(lengths: Sequence[int], device: torch.device | str | None = None) -> BlockIndex:
     """lengths (B,) -> BlockIndex over sum(lengths) columns; build it once, it copies from host to device."""
-    lengths = tuple(int(length) for length in lengths)
-    if not lengths or min(lengths) < 1:
-        raise ConfigError(f"block lengths {lengths[:4]}...: give at least one block, each with at least one column")
+    lengths = tuple(lengths)
     if len(lengths) == 1:
         return BlockIndex(lengths, None)
     counts = torch.tensor(lengths) // math.gcd(*lengths)
@@ -55,31 +51,21 @@ def block_index(lengths: Sequence[int], device: torch.device | str | None = None
     return BlockIndex(lengths, index.to(device))
 
 
-def _resolve_blocks(blocks: BlockIndex | Sequence[int] | None, particles: Tensor) -> BlockIndex:
-    columns = particles.shape[1]
-    if blocks is None:
-        return BlockIndex((columns,), None)
-    if isinstance(blocks, str):
-        raise ConfigError(f"blocks = {blocks!r}: give None, 'coordinate', lengths or a BlockIndex")
-    resolved = blocks if isinstance(blocks, BlockIndex) else block_index(blocks, particles.device)
-    if sum(resolved.lengths) != columns:
-        raise ConfigError(f"blocks cover {sum(resolved.lengths)} of {columns} columns: the lengths must sum to them")
-    return resolved
+def _indexed(blocks: BlockIndex | Sequence[int] | None, particles: Tensor) -> BlockIndex:
+    if isinstance(blocks, BlockIndex):
+        return blocks
+    return block_index(particles.shape[1:] if blocks is None else blocks, particles.device)
 
 
 def squared_distances(particles: Tensor, blocks: Blocks = None) -> Tensor:
     """(n, P) -> (n(n-1)/2, B): squared distance of every pair i < j in every block, in float32 or better."""
     x = _at_least_float32(particles)
     if blocks == "coordinate":
-        return _stacked([(x[i] - x[j]).square_() for i, j in _pairs(len(x))], x.new_empty(0, x.shape[1]))
-    lengths = _resolve_blocks(blocks, x).lengths
+        return torch.stack([(x[i] - x[j]).square_() for i, j in _pairs(len(x))])
+    lengths = _indexed(blocks, x).lengths
     # One multi-tensor norm for all blocks of a pair: a fixed order of summation, no atomics, few launches.
     norms = [torch.stack(_block_norms((x[i] - x[j]).split(lengths))) for i, j in _pairs(len(x))]
-    return _stacked(norms, x.new_empty(0, len(lengths))).square_()
-
-
-def _stacked(rows: list[Tensor], none: Tensor) -> Tensor:
-    return torch.stack(rows) if rows else none
+    return torch.stack(norms).square_()
 
 
 def kernel(sq_dists: Tensor, h: Tensor | float) -> Tensor:
@@ -92,12 +78,9 @@ def median_bandwidth(sq_dists: Tensor) -> Tensor:
 
     For n = 2 the kernel is then 1/2 whatever the distance. Where the median is 0 (coinciding particles) h is 1:
     the kernel is 1 and the repulsion vanishes with the difference, so the direction stays finite. Close to that
-    point the repulsion grows as 1 / distance: see `reach` of :func:`pair_weights`. One particle has no pairs, and h is
-    1 as well.
+    point the repulsion grows as 1 / distance: see `reach` of :func:`pair_weights`.
     """
     count = sq_dists.shape[0]
-    if not count:
-        return sq_dists.new_ones(sq_dists.shape[1:])
     particles = (1 + math.isqrt(1 + 8 * count)) // 2
     ordered = sq_dists.sort(dim=0).values
     median = 0.5 * (ordered[(count - 1) // 2].sqrt() + ordered[count // 2].sqrt())
@@ -105,76 +88,54 @@ def median_bandwidth(sq_dists: Tensor) -> Tensor:
     return torch.where(h > torch.finfo(h.dtype).tiny, h, torch.ones_like(h))
 
 
-def paper_bandwidth(sq_dists: Tensor) -> Tensor:
-    """(n(n-1)/2, B) -> (B,): h = log 2 as Algorithm 1 prints it; in high dimension the kernel underflows to 0."""
-    return sq_dists.new_full(sq_dists.shape[1:], math.log(2))
+def bandwidths(sq_dists: Tensor, rule: Bandwidth) -> Tensor:
+    """(n(n-1)/2, B) -> (B,): h by the `median` rule, a number, or `paper`: log 2 as Algorithm 1 prints it.
 
-
-def fixed_bandwidth(h: float) -> BandwidthFunction:
-    """h -> a function (n(n-1)/2, B) -> (B,) that ignores the distances."""
-    if not isinstance(h, Real) or not 0 < h < math.inf:
-        raise ConfigError(f"bandwidth = {h!r:.60}: a positive number, median or paper is needed")
-    return lambda sq_dists: sq_dists.new_full(sq_dists.shape[1:], h)
-
-
-def bandwidth_function(bandwidth: Bandwidth) -> BandwidthFunction:
-    """A name, a number or a function -> the function (n(n-1)/2, B) -> (B,) it stands for."""
-    if callable(bandwidth):
-        return bandwidth
-    if bandwidth == "median":
-        return median_bandwidth
-    if bandwidth == "paper":
-        return paper_bandwidth
-    return fixed_bandwidth(bandwidth)
+    In high dimension the kernel of the latter underflows to 0.
+    """
+    if rule == "median":
+        return median_bandwidth(sq_dists)
+    return sq_dists.new_full(sq_dists.shape[1:], math.log(2) if rule == "paper" else rule)
 
 
 @torch.no_grad()
 def direction(
-    particles: Tensor,
-    scores: Tensor,
-    *,
-    num_data: float = 1,
-    bandwidth: Bandwidth = "median",
-    blocks: Blocks = None,
-) -> Tensor:
+    particles: Tensor, scores: Tensor, *, num_data: float = 1, bandwidth: Bandwidth = "median", blocks: Blocks = None,
+    reach: Tensor | float = 0.0, own: range | None = None,
+) -> Tensor:  # fmt: skip
     """(n, P), (n, P) -> (n, P): phi_i = (1/n) sum_j [k(x_j, x_i) s_j + (1/N) grad_{x_j} k(x_j, x_i)].
+
+    Exactly :func:`combine` with the weights of :func:`pair_weights`, computed and returned in float32 or better.
 
     Args:
         particles: One particle in each row.
         scores: Gradients of the mean log-posterior l; the target is exp(N l).
         num_data: N. With 1 and the scores of a log density this is the textbook direction of equation 14.
-        bandwidth: `median`, `paper`, a number, or a function of the squared distances.
+        bandwidth: `median`, `paper` or a number.
         blocks: None for one kernel, lengths or a BlockIndex for one kernel in each block, or `coordinate`.
-
-    Computed and returned in float32 or better. One particle has k = 1 and no repulsion: phi is its score.
+        reach: As for :func:`pair_weights`.
+        own: The rows to compute and return; all by default.
     """
-    if particles.shape != scores.shape or particles.dim() != 2 or not len(particles):
-        shapes = f"particles {tuple(particles.shape)} and scores {tuple(scores.shape)}"
-        raise ConfigError(f"{shapes}: both must be (n, P), n at least 1")
     x, s = _at_least_float32(particles), _at_least_float32(scores)
-    if len(x) == 1:
+    if len(x) == 1:  # k = 1 and no repulsion
         return s.clone()
-    options = {"num_data": num_data, "bandwidth": bandwidth}
     if blocks != "coordinate":
-        resolved = _resolve_blocks(blocks, x)
-        return combine(x, s, *pair_weights(x, blocks=resolved, **options), resolved.index)
-    phi = torch.empty_like(s)
-    for strip in _strips(x.shape[1], len(x)):
-        x_strip, s_strip = x[:, strip], s[:, strip]
-        phi[:, strip] = combine(x_strip, s_strip, *pair_weights(x_strip, blocks=blocks, **options), None)
-    return phi
+        blocks = _indexed(blocks, x)
+    weights = pair_weights(x, num_data=num_data, bandwidth=bandwidth, blocks=blocks, reach=reach)
+    return combine(x, s, *weights, blocks.index if isinstance(blocks, BlockIndex) else None, own)
 
 
 def pair_weights(
     particles: Tensor, *, num_data: float = 1, bandwidth: Bandwidth = "median", blocks: Blocks = None,
     reach: Tensor | float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(n, P) -> k/n and 2k/(hNn), (pairs, B) each: how much each pair shares its scores, and how hard it repels.
+    """(n, P), n > 1 -> k/n and 2k/(hNn), (pairs, B) each: how much a pair shares its scores, how hard it repels.
 
-    `reach` is a squared distance, of :func:`step_reach`: bandwidths see no pair closer than that.
+    The first half of :func:`direction`. `reach` is a squared distance, of :func:`step_reach`: bandwidths see no pair
+    closer than that.
     """
     sq_dists = squared_distances(particles, blocks)
-    h = bandwidth_function(bandwidth)(sq_dists.clamp_min(reach))
+    h = bandwidths(sq_dists.clamp_min(reach), bandwidth)
     attraction = kernel(sq_dists, h) / len(particles)
     return attraction, attraction * (2 / num_data) / h
 
@@ -192,8 +153,9 @@ def step_reach(rate: Tensor | float, particles: int, num_data: float) -> Tensor 
 def combine(
     x: Tensor, s: Tensor, attraction: Tensor, repulsion: Tensor, index: Tensor | None, own: range | None = None
 ) -> Tensor:
-    """(n, P), (n, P), (pairs, B), (pairs, B) -> (n, P): the direction, accumulated pair by pair; elementwise only.
+    """(n, P), (n, P), (pairs, B), (pairs, B) -> (n, P): phi, accumulated pair by pair; elementwise only.
 
+    The second half of :func:`direction`, with the weights of :func:`pair_weights`.
     `index` (P / g,) gives the block of every g columns, None where the weights are one for all or one for each column.
     With `own` only the rows in that range are computed and returned.
     """
@@ -220,32 +182,25 @@ def _at_columns(values: Tensor, index: Tensor, columns: int) -> Tensor:
 
 @torch.no_grad()
 def kernelized_discrepancy(
-    particles: Tensor,
-    scores: Tensor,
-    *,
-    num_data: float = 1,
-    bandwidth: Bandwidth = "median",
-    blocks: Blocks = None,
+    particles: Tensor, scores: Tensor, *, num_data: float = 1, bandwidth: Bandwidth = "median", blocks: Blocks = None,
     unbiased: bool = True,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """(n, P), (n, P) -> (): squared kernelized Stein discrepancy between the particles and exp(N l).
 
     The U-statistic (mean over i != j, may be negative) or, with `unbiased=False`, the V-statistic (mean over all
     i, j, never negative), summed over blocks. A diagnostic; at least two particles are needed.
     """
-    if len(particles) < 2:
-        raise ConfigError("the discrepancy of one particle is undefined: use at least 2 particles")
     x, s = _at_least_float32(particles), _at_least_float32(scores) * num_data
-    choose = bandwidth_function(bandwidth)
     if blocks == "coordinate":
-        columns = ((x[:, c].T.unsqueeze(2), s[:, c].T.unsqueeze(2)) for c in _strips(x.shape[1], len(x) ** 2))
+        width = max(1, _STRIP // len(x) ** 2)
+        columns = zip(x.T[:, :, None].split(width), s.T[:, :, None].split(width), strict=True)
     else:
-        lengths = _resolve_blocks(blocks, x).lengths
-        columns = ((a[None], b[None]) for a, b in zip(x.split(lengths, 1), s.split(lengths, 1), strict=True))
-    return torch.stack([_stein_kernel_mean(a, b, choose, unbiased).sum() for a, b in columns]).sum()
+        lengths = _indexed(blocks, x).lengths
+        columns = zip(x[None].split(lengths, 2), s[None].split(lengths, 2), strict=True)
+    return torch.stack([_stein_kernel_mean(a, b, bandwidth, unbiased).sum() for a, b in columns]).sum()
 
 
-def _stein_kernel_mean(x: Tensor, s: Tensor, choose: BandwidthFunction, unbiased: bool) -> Tensor:
+def _stein_kernel_mean(x: Tensor, s: Tensor, bandwidth: Bandwidth, unbiased: bool) -> Tensor:
     """(B, n, D), (B, n, D) -> (B,): mean of the Stein kernel over pairs of particles, for B blocks of equal length.
 
     u(x, y) = k [ s_x.s_y + (2/h)(s_x - s_y).(x - y) + 2D/h - 4|x - y|^2/h^2 ].
@@ -253,7 +208,7 @@ def _stein_kernel_mean(x: Tensor, s: Tensor, choose: BandwidthFunction, unbiased
     n, width = x.shape[1:]
     square = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").square()
     first, second = torch.triu_indices(n, n, 1, device=x.device)
-    h = choose(square[:, first, second].T)[:, None, None]
+    h = bandwidths(square[:, first, second].T, bandwidth)[:, None, None]
     cross = s @ x.mT
     own = cross.diagonal(dim1=1, dim2=2)
     drift = own[:, :, None] + own[:, None, :] - cross - cross.mT
@@ -265,12 +220,6 @@ def _stein_kernel_mean(x: Tensor, s: Tensor, choose: BandwidthFunction, unbiased
 
 def _pairs(n: int) -> list[tuple[int, int]]:
     return list(combinations(range(n), 2))
-
-
-def _strips(columns: int, copies: int) -> list[slice]:
-    """Slices over the columns such that `copies` of one hold at most _STRIP values."""
-    width = max(1, _STRIP // copies)
-    return [slice(begin, begin + width) for begin in range(0, columns, width)]
 
 
 def _at_least_float32(values: Tensor) -> Tensor:

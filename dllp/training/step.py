@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -208,23 +209,24 @@ def _advance(state: RunState) -> None:
     index = state.blocks.index if isinstance(state.blocks, stein.BlockIndex) else None
     weights: tuple[Tensor, Tensor] | tuple[()] = ()
     if state.gating is not None and state.place.rows.size > 1:
-        scores = _direction(state, score_of(gradients, scores, state.moving), index)
+        scores = _direction(state, score_of(gradients, scores, state.moving))
     elif state.gating is not None and len(rows) > 1:
-        weights = _pair_weights(state, rows)
+        weights = stein.pair_weights(rows, **_kernel(state, len(rows)))
     state.update(
         rows, gradients, state.momentum, scores, weights, index, state.decayed, state.moving, state.knobs[0],
         state.healthy, state.decay, 0.0 if state.gating is None else c.beta, c.momentum,
     )  # fmt: skip
 
 
-def _pair_weights(state: RunState, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _kernel(state: RunState, particles: int) -> dict[str, Any]:
+    """The options of :func:`dllp.method.stein.direction` for this step."""
     c, n = state.config, state.num_data
     rate = state.knobs[0] * (c.beta / (1 - c.momentum))  # what a gradient of one step adds up to
-    reach = stein.step_reach(rate, len(rows), n)
-    return stein.pair_weights(rows, num_data=n, bandwidth=c.bandwidth, blocks=state.blocks, reach=reach)
+    reach = stein.step_reach(rate, particles, n)
+    return {"num_data": n, "bandwidth": c.bandwidth, "blocks": state.blocks, "reach": reach}
 
 
-def _direction(state: RunState, scores: Tensor, index: Tensor | None) -> Tensor:
+def _direction(state: RunState, scores: Tensor) -> Tensor:
     """Equation 14 for this process's rows, from everyone's rows and scores: one message."""
     rows, axis = state.particles.rows, state.place.rows
     if state.latents.keep is None:
@@ -232,7 +234,7 @@ def _direction(state: RunState, scores: Tensor, index: Tensor | None) -> Tensor:
     else:
         state.mirror = state.mirror or Mirror(axis, rows, state.moving)
         rows, scores = state.mirror(rows, scores)
-    return stein.combine(rows, scores, *_pair_weights(state, rows), index, state.place.own)
+    return stein.direction(rows, scores, own=state.place.own, **_kernel(state, len(rows)))
 
 
 def _scaled(mean: Tensor, share: float) -> Tensor:

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllp.errors import ConfigError
 from dllp.method import algorithm1, stein
 from tests.support import oracles
 from tests.support.oracles import TWO_PARTICLE_FIXED_POINT, Gaussian, normal
@@ -43,13 +42,20 @@ def test_direction_equals_the_specification(n: int, rule: Literal["median", "pap
 
 
 @pytest.mark.parametrize("columns", [5, 6])
-def test_strips_do_not_change_the_direction(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_strips_do_not_change_the_discrepancy(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     x, s = normal(4, columns, seed=1), normal(4, columns, seed=2)
-    whole = stein.direction(x, s, blocks="coordinate")
-    discrepancy = stein.kernelized_discrepancy(x, s, blocks="coordinate")
+    whole = stein.kernelized_discrepancy(x, s, blocks="coordinate")
     monkeypatch.setattr(stein, "_STRIP", 2)
-    assert torch.equal(stein.direction(x, s, blocks="coordinate"), whole)
-    torch.testing.assert_close(stein.kernelized_discrepancy(x, s, blocks="coordinate"), discrepancy)
+    torch.testing.assert_close(stein.kernelized_discrepancy(x, s, blocks="coordinate"), whole)
+
+
+@pytest.mark.parametrize("own", [range(2), range(1, 4)])
+@pytest.mark.parametrize("blocks", [MODES["prepared"][0], "coordinate"])
+def test_a_process_computes_its_own_rows(blocks: stein.Blocks, own: range) -> None:
+    x, s = normal(4, 8, seed=1), normal(4, 8, seed=2)
+    whole = stein.direction(x, s, num_data=7, blocks=blocks, reach=1.0)
+    part = stein.direction(x, s, num_data=7, blocks=blocks, reach=1.0, own=own)
+    assert torch.equal(part, whole[own.start : own.stop])
 
 
 @pytest.mark.parametrize("dimension", [10, 100, 10_000])
@@ -102,17 +108,6 @@ def test_one_particle_follows_its_score() -> None:
         assert torch.equal(phi, s) and phi is not s
 
 
-@pytest.mark.parametrize("blocks", [None, (2, 3), "coordinate"])
-@pytest.mark.parametrize("bandwidth", ["median", "paper", 0.7])
-def test_one_particle_has_no_pairs(bandwidth: stein.Bandwidth, blocks: stein.Blocks) -> None:
-    x, s = normal(1, 5), normal(1, 5, seed=1)
-    count = {None: 1, (2, 3): 2, "coordinate": 5}[blocks]  # pyright: ignore[reportArgumentType]
-    assert stein.squared_distances(x, blocks).shape == (0, count)
-    weights = stein.pair_weights(x, bandwidth=bandwidth, blocks=blocks)
-    assert [w.shape for w in weights] == [(0, count)] * 2
-    assert torch.equal(stein.combine(x, s, *weights, None), s), "K = [1] and no repulsion"
-
-
 @settings(deadline=None, max_examples=60)
 @given(st.integers(2, 6), st.floats(-12, 0), st.floats(1e-4, 1.0), st.sampled_from([None, "coordinate"]))
 def test_a_step_from_nowhere_goes_as_far_as_the_flow(n: int, power: float, rate: float, blocks: stein.Blocks) -> None:
@@ -121,8 +116,7 @@ def test_a_step_from_nowhere_goes_as_far_as_the_flow(n: int, power: float, rate:
     reach = float(stein.step_reach(rate, n, num_data))
     x = normal(n, 5)
     x = x / stein.squared_distances(x, blocks).sqrt().max() * math.sqrt(reach) * 10**power
-    weights = stein.pair_weights(x, num_data=num_data, blocks=blocks, reach=reach)
-    moved = x + rate * stein.combine(x, torch.zeros_like(x), *weights, None)
+    moved = x + rate * stein.direction(x, torch.zeros_like(x), num_data=num_data, blocks=blocks, reach=reach)
     assert float(stein.squared_distances(moved, blocks).max()) <= 9 * reach
 
 
@@ -243,24 +237,3 @@ def test_discrepancy_falls_along_the_direction() -> None:
     before, after = x, oracles.follow(x, Gaussian().score, lr=0.5, steps=300)
     values = [float(stein.kernelized_discrepancy(y, Gaussian().score(y), unbiased=False)) for y in (before, after)]
     assert 0 <= values[1] < 0.05 * values[0]
-
-
-def test_bad_arguments_are_refused() -> None:
-    x = normal(2, 8)
-    for lengths in ((3, 4), (8, 1)):
-        with pytest.raises(ConfigError, match="must sum"):
-            stein.direction(x, x, blocks=lengths)
-    for lengths in ((), (8, 0)):
-        with pytest.raises(ConfigError, match="at least one"):
-            stein.block_index(lengths)
-    with pytest.raises(ConfigError, match="both must be"):
-        stein.direction(x, x[:1])
-    with pytest.raises(ConfigError, match="n at least 1"):
-        stein.direction(x[:0], x[:0])
-    with pytest.raises(ConfigError, match="'coordinate'"):
-        stein.direction(x, x, blocks="module")  # pyright: ignore[reportArgumentType]
-    for bandwidth in ("mean", 0.0, math.inf, [1.0], None):
-        with pytest.raises(ConfigError, match="positive number"):
-            stein.direction(x, x, bandwidth=bandwidth)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match="at least 2 particles"):
-        stein.kernelized_discrepancy(x[:1], x[:1])
