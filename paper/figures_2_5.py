@@ -37,21 +37,13 @@ NOTE = (
 )
 
 
-def reached(shape: Mapping[str, Any]) -> dict[str, bool | None]:
-    """Targets that a set of kept weights reaches or misses; None where it was not measured."""
+def reached(shape: Mapping[str, Any]) -> dict[str, bool]:
+    """Targets that a set of kept weights reaches or misses."""
     return {
         "near_zero": RATIO[0] <= shape["near_zero"] <= RATIO[1],
-        "dip_p": None if shape["dip_p"] is None else shape["dip_p"] > DIP_P,
+        "dip_p": shape["dip_p"] > DIP_P,
         "ks": shape["ks"] <= DISTANCE,
     }
-
-
-def completed(shape: Mapping[str, Any], sample: Sequence[float]) -> dict[str, Any]:
-    """The figures of kept weights, with the dip of their sample where it was not measured in training."""
-    if shape.get("dip_p") is not None or weight_laws.diptest is None:
-        return dict(shape)
-    statistic, p_value = weight_laws.dip(sample)
-    return {**shape, "dip": statistic, "dip_p": p_value}
 
 
 def kept_of_run(line: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -59,9 +51,8 @@ def kept_of_run(line: Mapping[str, Any]) -> list[dict[str, Any]]:
     if "distribution" not in line:
         return []
     found = line["distribution"]
-    first = {"kept": found[weight_analysis.WHOLE]["kept"], "sample": found["sample"]}
-    parts = [first, *found.get("others", [])]
-    return [completed(part["kept"], part["sample"]) for part in parts if part["kept"] is not None]
+    parts = [found[weight_analysis.WHOLE], *found.get("others", [])]
+    return [part["kept"] for part in parts if part["kept"] is not None]
 
 
 def kept_of_row(lines: Lines) -> dict[str, Any] | None:
@@ -74,19 +65,12 @@ def kept_of_row(lines: Lines) -> dict[str, Any] | None:
     return {
         "seeds": [seed for seed, *_ in found],
         "particles": [number for _, number, _ in found],
-        **{name: {"mean": _mean(values), "each": values} for name, values in each.items()},
+        **{name: {"mean": statistics.fmean(values), "each": values} for name, values in each.items()},
         "reached": {name: _verdict([verdict[name] for verdict in verdicts]) for name in NAMES},
     }
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
-
-
-def _verdict(verdicts: Sequence[bool | None]) -> str:
-    if None in verdicts:
-        return "not measured"
+def _verdict(verdicts: Sequence[bool]) -> str:
     missed = verdicts.count(False)
     return f"missed by {missed} of {len(verdicts)}" if missed else "reached"
 
@@ -107,7 +91,7 @@ def kept_markdown(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _kept_cell(row: Mapping[str, Any], name: str) -> str:
     figures, form = row["shapes"][name], FORMS[name]
-    mean, *each = ("–" if v is None else form.format(v) for v in (figures["mean"], *figures["each"]))
+    mean, *each = map(form.format, (figures["mean"], *figures["each"]))
     single = f" ({', '.join(each)})" if len(each) > 1 else ""
     verdict = f": {row['shapes']['reached'][name]}" if row["method"] == "dllp" else ""
     return f"{mean}{single}{verdict}"
@@ -158,7 +142,6 @@ def figure_row(
     """The row of a figure that shows a `part` of a run's weights: before, kept."""
     found = line["distribution"]
     shape = dict(found[weight_analysis.WHOLE][part] or {})
-    shape = completed(shape, found["sample"]) if part == "kept" and shape else shape
     if shape:  # a line by itself knows nothing of the reference network
         other = None if reference is None else reference["distribution"]["sample"]
         shape["wasserstein"] = None if other is None else weight_laws.wasserstein(found["sample"], other)
@@ -186,8 +169,8 @@ def markdown(table: Table, summary: Mapping[str, Any]) -> str:
     for name, row in summary["rows"].items():
         values = {key: row["shape"].get(key) for key in shown}
         count, *cells = ("–" if values[key] is None else form.format(values[key]) for key, form in shown.items())
-        verdicts = {True: "reached", False: "missed", None: "not measured"}
-        wanted = "; ".join(f"{key} {verdicts[value]}" for key, value in row.get("reached", {}).items())
+        verdicts = row.get("reached", {}).items()
+        wanted = "; ".join(f"{key} {'reached' if value else 'missed'}" for key, value in verdicts)
         removed, accuracy = f"{100 * row['removed']:.1f}%", f"{row['accuracy']:.2f}"
         body.append([name, count, removed, accuracy, row["part"], *cells, wanted])
     text = markdown_table(head, body, "l" + "r" * (len(head) - 2) + "l")

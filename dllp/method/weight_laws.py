@@ -2,7 +2,7 @@
 
 Pure functions of one-dimensional arrays. "Lossless" in figures: a kept part that still looks like the Gaussian it came
 from has a near-zero ratio of 1, no excess kurtosis, one mode, and a small distance to its Gaussian. Hard pruning by
-magnitude has a ratio of 0 and two modes. Scipy is imported where it is used: most commands never come here.
+magnitude has a ratio of 0 and two modes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import scipy  # which imports its parts where they are used: most commands never come here
 from numpy.typing import ArrayLike, NDArray
-
-try:
-    import diptest
-except ImportError:  # a machine that only trains may lack it: its figures are then completed elsewhere
-    diptest = None
 
 Array = NDArray[np.float64]
 WIDTH = 0.1
@@ -50,14 +46,14 @@ class Fit:
 
 @dataclass(frozen=True)
 class Shape:
-    """What :func:`describe` says of a set of weights; None where it cannot be said.
+    """The figures of a set of weights, of :func:`describe`.
 
     Attributes:
         count, std: Of all weights.
         near_zero: Of :func:`near_zero_ratio`.
         kurtosis: Excess over the Gaussian's.
         ks: Distance to the Gaussian with the same mean and standard deviation.
-        dip, dip_p: Hartigan's dip and the p-value of "one mode"; None without the package `diptest`.
+        dip, dip_p: Of :func:`dip`.
         wasserstein: Distance to the reference's weights, both standardised; None without a reference.
         fits: `amoroso`, `amoroso_2` (power 2, equation 7), `pareto` (8) and `generalised_pareto` of the magnitudes.
     """
@@ -67,8 +63,8 @@ class Shape:
     near_zero: float
     kurtosis: float
     ks: float
-    dip: float | None
-    dip_p: float | None
+    dip: float
+    dip_p: float
     wasserstein: float | None
     fits: dict[str, Fit] = field(default_factory=dict)
 
@@ -76,15 +72,13 @@ class Shape:
 def describe(weights: ArrayLike, reference: ArrayLike | None = None, *, fits: bool = True) -> Shape | None:
     """(m,) -> every figure of a set of weights; None for fewer than 30, or for weights that are all the same.
 
-    Distances and fits are taken on 100,000 of them, the dip on 5,000, drawn with a fixed seed. "The same" is said of
-    what was drawn.
+    Distances and fits are taken on 100,000 of them, the dip on 5,000, drawn with a fixed seed.
     """
     w = _flat(weights)
     some = thinned(w, SAMPLE)
-    if len(w) < FEWEST or not np.ptp(some) > 0:
+    if not _varied(some):
         return None
     statistic, p_value = dip(w)
-    other = None if reference is None else _flat(reference)
     laws: dict[str, Callable[[Array], Fit]] = {
         "amoroso": amoroso,
         "amoroso_2": lambda x: amoroso(x, power=2.0),
@@ -100,7 +94,7 @@ def describe(weights: ArrayLike, reference: ArrayLike | None = None, *, fits: bo
         ks=gaussian_distance(some),
         dip=statistic,
         dip_p=p_value,
-        wasserstein=None if other is None or len(other) < FEWEST or not np.ptp(other) > 0 else wasserstein(some, other),
+        wasserstein=None if reference is None or not _varied(_flat(reference)) else wasserstein(some, reference),
         fits={name: law(magnitudes) for name, law in laws.items()} if fits and np.ptp(magnitudes) > 0 else {},
     )
 
@@ -108,10 +102,10 @@ def describe(weights: ArrayLike, reference: ArrayLike | None = None, *, fits: bo
 # ---- how far from a Gaussian
 
 
-def near_zero_ratio(weights: ArrayLike, width: float = WIDTH) -> float:
-    """(m,) -> P(|w| < width s) over what a Gaussian of the same s has there: 1 for a Gaussian, 0 for a cut tail."""
+def near_zero_ratio(weights: ArrayLike) -> float:
+    """(m,) -> P(|w| < 0.1 s) over what a Gaussian of the same s has there: 1 for a Gaussian, 0 for a cut tail."""
     w = _flat(weights)
-    return float((np.abs(w) < width * w.std()).mean() / math.erf(width / math.sqrt(2)))
+    return float((np.abs(w) < WIDTH * w.std()).mean() / math.erf(WIDTH / math.sqrt(2)))
 
 
 def excess_kurtosis(weights: ArrayLike) -> float:
@@ -122,26 +116,22 @@ def excess_kurtosis(weights: ArrayLike) -> float:
 
 def gaussian_distance(weights: ArrayLike) -> float:
     """(m,) -> Kolmogorov-Smirnov distance to the Gaussian with the weights' own mean and standard deviation."""
-    from scipy.special import ndtr
-
     w = _flat(weights)
-    return _ks(w, lambda x: ndtr((x - w.mean()) / w.std()))
+    return _ks(w, lambda x: scipy.special.ndtr((x - w.mean()) / w.std()))
 
 
-def dip(weights: ArrayLike, sample: int = DIP_SAMPLE) -> tuple[float | None, float | None]:
+def dip(weights: ArrayLike) -> tuple[float, float]:
     """(m,) -> Hartigan's dip, the distance to the nearest law with one mode, and the p-value of having one."""
-    if diptest is None:
-        return None, None
-    found: Any = diptest.diptest(thinned(_flat(weights), sample))
-    return float(found[0]), float(found[1])
+    from diptest import diptest
+
+    statistic, p_value = diptest(thinned(weights, DIP_SAMPLE))
+    return float(statistic), float(p_value)
 
 
 def wasserstein(weights: ArrayLike, reference: ArrayLike) -> float:
     """(m,), (k,) -> Wasserstein distance of both, each standardised: what pruning did to the shape, not the scale."""
-    from scipy.stats import wasserstein_distance
-
-    first, second = (standardised(thinned(_flat(w), SAMPLE)) for w in (weights, reference))
-    return float(wasserstein_distance(first, second))
+    first, second = (standardised(thinned(w, SAMPLE)) for w in (weights, reference))
+    return float(scipy.stats.wasserstein_distance(first, second))
 
 
 # ---- laws of the magnitudes
@@ -154,19 +144,17 @@ def amoroso(magnitudes: ArrayLike, power: float | None = None) -> Fit:
     Magnitudes of Laplace weights have alpha = power = 1. Without `power` it is fitted, too, between 0.05 and 20: beyond
     0.05 the law only comes nearer to a lognormal one.
     """
-    from scipy.special import gammainc
-
-    x = _positive(magnitudes)
+    x = _flat(magnitudes)
     if power is None:
-        power = _minimum(lambda t: -_gamma_fit(x, math.exp(t))[2], math.log(0.05), math.log(20.0), math.exp)
+        power = math.exp(_minimum(lambda t: -_gamma_fit(x, math.exp(t))[2], math.log(0.05), math.log(20.0)))
     alpha, scale, log_likelihood = _gamma_fit(x, power)
     named = {"alpha": alpha, "power": power, "scale": scale, "sigma": scale / math.sqrt(2)}
-    return Fit(named, log_likelihood, _ks(x, lambda v: gammainc(alpha, (v / scale) ** power)))
+    return Fit(named, log_likelihood, _ks(x, lambda v: scipy.special.gammainc(alpha, (v / scale) ** power)))
 
 
 def pareto(magnitudes: ArrayLike) -> Fit:
     """(m,) positive -> the Pareto law k D^k / x^(k + 1) of equation 8 beyond D, the least: k = m / sum log(x / D)."""
-    x = _positive(magnitudes)
+    x = _flat(magnitudes)
     threshold = float(x.min())
     k = 1 / float((np.log(x) - math.log(threshold)).mean())
     log_likelihood = math.log(k) - math.log(threshold) - (k + 1) / k
@@ -179,7 +167,7 @@ def generalised_pareto(magnitudes: ArrayLike) -> Fit:
     The likelihood is maximised along t = shape / scale, where shape(t) = mean log(1 + t y) of the excess y; below shape
     -1 it has no maximum, so the search ends there. Heavy tails lie at t of any size: there it is along log t.
     """
-    x = _positive(magnitudes)
+    x = _flat(magnitudes)
     threshold = float(x.min())
     unit = float(np.median(x[x > threshold])) - threshold  # of the median excess: fits follow the scale of the weights
     y = (x - threshold) / unit
@@ -196,9 +184,9 @@ def generalised_pareto(magnitudes: ArrayLike) -> Fit:
 
     lowest = -(1 - 1e-9) / most
     if shape(lowest) < -1:
-        lowest = _root(lambda t: shape(t) + 1, lowest, 0.0)
+        lowest = float(scipy.optimize.brentq(lambda t: shape(t) + 1, lowest, 0.0))
     light = _minimum(loss, lowest, 1.0)
-    heavy = _minimum(lambda t: loss(math.exp(t)), 0.0, math.log(HEAVIEST), math.exp)
+    heavy = math.exp(_minimum(lambda t: loss(math.exp(t)), 0.0, math.log(HEAVIEST)))
     best = min(light, heavy, unit / threshold, key=loss)  # the last one is equation 8's, which this law contains
     xi, sigma = shape(best), scale(best)
 
@@ -212,41 +200,24 @@ def generalised_pareto(magnitudes: ArrayLike) -> Fit:
 
 def _gamma_fit(x: Array, power: float) -> tuple[float, float, float]:
     """alpha, scale and mean log-likelihood at a given power: x^power is gamma distributed, its shape one equation."""
-    from scipy.special import digamma, gammaln
-
     logs = np.log(x)
     top = power * float(logs.max())
     log_mean = top + math.log(float(np.exp(power * logs - top).mean()))
     excess = max(log_mean - power * float(logs.mean()), 1e-12)  # log a - digamma(a), above 0 by Jensen
-
-    def equation(t: float) -> float:
-        return t - float(digamma(math.exp(t))) - excess
-
-    alpha = math.exp(_root(equation, -25.0, 30.0))
+    root = scipy.optimize.brentq(lambda t: t - float(scipy.special.digamma(math.exp(t))) - excess, -25.0, 30.0)
+    alpha = math.exp(root)
     scale = math.exp((log_mean - math.log(alpha)) / power)
-    value = math.log(power / scale) - float(gammaln(alpha)) - alpha
+    value = math.log(power / scale) - float(scipy.special.gammaln(alpha)) - alpha
     return alpha, scale, float(value + (alpha * power - 1) * (float(logs.mean()) - math.log(scale)))
 
 
-def _minimum(
-    function: Callable[[float], float], low: float, high: float, then: Callable[[float], float] = float
-) -> float:
+def _minimum(function: Callable[[float], float], low: float, high: float) -> float:
     """The minimum on an interval: the best of a grid, refined between its neighbours."""
-    from scipy.optimize import minimize_scalar
-
     grid = np.linspace(low, high, 41)
     best = int(np.argmin([function(float(t)) for t in grid]))
     around = (float(grid[max(best - 1, 0)]), float(grid[min(best + 1, 40)]))
-    found: Any = minimize_scalar(function, bounds=around, method="bounded", options={"xatol": 1e-6})
-    return then(float(found.x))
-
-
-def _root(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function changes its sign."""
-    from scipy.optimize import root_scalar
-
-    found: Any = root_scalar(function, bracket=(low, high), method="brentq")
-    return float(found.root)
+    found: Any = scipy.optimize.minimize_scalar(function, bounds=around, method="bounded", options={"xatol": 1e-6})
+    return float(found.x)
 
 
 # ---- plots
@@ -276,21 +247,19 @@ def pooled(layers: Iterable[ArrayLike]) -> Array:
     return np.concatenate([np.zeros(0), *(standardised(layer) for layer in layers)])
 
 
-def thinned(weights: ArrayLike, count: int, seed: int = 0) -> Array:
+def thinned(weights: ArrayLike, count: int) -> Array:
     """(m,) -> at most `count` of them, drawn without replacement, the same ones each time."""
     w = _flat(weights)
-    return w if len(w) <= count else np.random.default_rng(seed).choice(w, count, replace=False, shuffle=False)
+    return w if len(w) <= count else np.random.default_rng(0).choice(w, count, replace=False, shuffle=False)
 
 
 def _flat(weights: ArrayLike) -> Array:
     return np.asarray(weights, dtype=np.float64).ravel()
 
 
-def _positive(magnitudes: ArrayLike) -> Array:
-    x = _flat(magnitudes)
-    if not len(x) or not bool((x > 0).all()) or not np.ptp(x) > 0:
-        raise ValueError("a law of magnitudes needs positive numbers that are not all equal")
-    return x
+def _varied(weights: Array) -> bool:
+    """True for weights that can be described: enough of them, and not all the same."""
+    return len(weights) >= FEWEST and bool(np.ptp(weights) > 0)
 
 
 def _ks(values: Array, cdf: Callable[[Array], Array]) -> float:

@@ -108,16 +108,6 @@ def test_verdicts_tell_a_gaussian_from_what_is_peaked_or_cut() -> None:
         assert list(row["reached"].values()) == expected and row["removed"] == 0.9
 
 
-def test_a_dip_that_was_not_measured_is_measured_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = np.random.default_rng(0).normal(size=6000)
-    with monkeypatch.context() as patch:
-        patch.setattr(weight_laws, "diptest", None)
-        line = line_of(kept)
-        assert figures_2_5.figure_row("dllp-90", line, "kept")["reached"]["dip_p"] is None
-    row = figures_2_5.figure_row("dllp-90", line, "kept")
-    assert row["reached"]["dip_p"] is True and row["shape"]["dip"] < 0.01
-
-
 # ---- the tables' baseline rows
 
 
