@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dllp.baselines.protocol import Gradient, Method, Published, Scene, not_negative, prior_penalty, share
+from dllp.baselines.protocol import Gradient, Published, Scene, prior_penalty
+from dllp.baselines.slimming import Slimming
 from dllp.method.other_priors import PRIORS
 
 
 @dataclass(frozen=True)
-class DeepHoyer(Method):
+class DeepHoyer(Slimming):
     """Units by the norm of their filters relative to their layer, after training with a Hoyer prior on these norms."""
 
     name = "deephoyer"
@@ -31,11 +32,6 @@ class DeepHoyer(Method):
     year = 2020
     published = (Published("resnet56", 48, 0.26),)
     strength: float = 1e-5
-    least: float = 0.05
-
-    def __post_init__(self) -> None:
-        not_negative(strength=self.strength)
-        share(least=self.least)
 
     def penalty(self, scene: Scene) -> Gradient:
         return prior_penalty(scene.filters, PRIORS["hoyer"], self.strength, 1.0)

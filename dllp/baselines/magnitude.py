@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from dllp.baselines.protocol import Gradient, Method, Scene, not_negative, prior_penalty
+from dllp.baselines.protocol import Gradient, Method, Scene, check_range, prior_penalty
 from dllp.config import Config
 from dllp.method.other_priors import PRIORS
 
@@ -41,7 +41,7 @@ class MagnitudeL1(MagnitudeL2):
     strength: float = 1e-5
 
     def __post_init__(self) -> None:
-        not_negative(strength=self.strength)
+        check_range(strength=self.strength)
 
     def settings(self, config: Config) -> Config:
         return replace(config, weight_decay=0.0)

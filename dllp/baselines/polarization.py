@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dllp.baselines.protocol import Gradient, Published, Scene, prior_penalty
+from dllp.baselines.protocol import Gradient, Published, Scene, check_range, prior_penalty
 from dllp.baselines.slimming import Slimming
 from dllp.method.other_priors import PRIORS
 
@@ -34,7 +34,7 @@ class Polarization(Slimming):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        PRIORS["polarization"].check(self.t, 1.0)
+        check_range(t=self.t)
 
     def penalty(self, scene: Scene) -> Gradient:
         return prior_penalty(scene.gating.scales, PRIORS["polarization"], self.strength, self.t, 1.0)

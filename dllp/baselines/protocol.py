@@ -158,18 +158,11 @@ class Method(ABC):
         return own != (Method.settings, Method.penalty, Method.after_step)
 
 
-def share(**values: float) -> None:
-    """Raise, by its name, for a hyperparameter that is not within 0 and 1."""
+def check_range(most: float = 1e9, **values: float) -> None:
+    """Raise, by its name, for a hyperparameter that is negative, above `most`, or not finite."""
     for name, value in values.items():
-        if not 0 <= value <= 1:
-            raise ConfigError(f"{name} = {value}: a share from 0 to 1 is needed")
-
-
-def not_negative(**values: float) -> None:
-    """Raise, by its name, for a hyperparameter that is negative or not finite."""
-    for name, value in values.items():
-        if not 0 <= value < math.inf:
-            raise ConfigError(f"{name} = {value}: a finite number that is not negative is needed")
+        if not 0 <= value <= most:
+            raise ConfigError(f"{name} = {value}: a number from 0 to {most:g} is needed")
 
 
 def prior_penalty(scales: Scales, prior: Prior, strength: float, *parameters: float) -> Gradient:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from dllp.api import Result
-from dllp.baselines.finetune import sparse, widened_to_multiple
-from dllp.baselines.hooks import Verb, regularised
 from dllp.baselines.protocol import Method, Scene
+from dllp.baselines.trainings import Verb, regularised, sparse, widened_to_multiple
 from dllp.config import Config
 from dllp.devices.device import undisturbed
 from dllp.errors import ConfigError
@@ -70,12 +68,6 @@ def prune(
         trained: A network trained by this recipe already, for a method that needs no training of its own.
         train: Runs each of the two trainings, for whoever keeps checkpoints of them.
     """
-    if not isinstance(method, Method):
-        raise ConfigError(f"method = {method!r}: a method is needed, such as dllp.baselines.find('slimming')")
-    if finetune_epochs < 0:
-        raise ConfigError(f"finetune_epochs ({finetune_epochs}) must not be negative; 0 for none")
-    if not 0 < finetune_lr < math.inf:
-        raise ConfigError(f"finetune_lr ({finetune_lr}) must be positive, such as {FINETUNE_LR}")
     if config.budget[1] is None:
         raise ConfigError(f"{method.name} needs a budget: give keep_flops or keep_params, for example 0.45")
     method.refuse_priors(vars(config))
@@ -83,6 +75,9 @@ def prune(
         raise ConfigError(f"method {method.name} has granularity = channel: leave out granularity")
     decay = replace(config, granularity="channel").resolved().weight_decay  # the dense network's
     recipe = replace(config, granularity=method.granularity, particles=1, weight_decay=decay).resolved()
+    tuning = None
+    if finetune_epochs:
+        tuning = replace(recipe, epochs=finetune_epochs, lr=finetune_lr * recipe.lr, init="given", warmup=0.0)
     config = method.settings(recipe)
     batches, example, structure = prepare(model, data, config, filter_fn, channels=config.granularity == "channel")
 
@@ -95,9 +90,8 @@ def prune(
     whole = copy.deepcopy(trained.model).to(batches.device)
     scene = replace(scene_of(Particles([whole])), inputs=sample(batches))
     before = _cut(method, scene, _scores(method, scene), trained, example)
-    if not finetune_epochs:
+    if tuning is None:
         return Pruned(before, None)
-    tuning = replace(recipe, epochs=finetune_epochs, lr=finetune_lr * recipe.lr, init="given", warmup=0.0)
     particle = before.particles[0]
     if particle.gated:
         verb = sparse(particle.gated)
@@ -118,10 +112,8 @@ def prune(
 def _scores(method: Method, scene: Scene) -> Tensor:
     """(U,): the scores of a method, which may be a user's own."""
     scores, units = method.scores(scene), scene.gating.units
-    if scores.shape != (units,):
-        raise ConfigError(f"scores of method {method.name} must have shape ({units},), not {tuple(scores.shape)}")
-    if scores.isnan().any():
-        raise ConfigError(f"scores of method {method.name} are NaN at {int(scores.isnan().sum())} of {units} units")
+    if scores.shape != (units,) or scores.isnan().any():
+        raise ConfigError(f"scores of method {method.name} must be {units} numbers, none of them NaN")
     return scores
 
 

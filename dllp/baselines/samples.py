@@ -42,17 +42,15 @@ def consumers(scene: Scene, group: Group) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def observe(network: nn.Module, names: Sequence[str], inputs: Tensor, seed: int = 0) -> dict[str, Sample]:
-    """Run the network once and look at random places of the named layers; the same places for the same seed."""
+def observe(network: nn.Module, names: Sequence[str], inputs: Tensor) -> dict[str, Sample]:
+    """Run the network once and look at random places of the named layers, the same ones each time."""
     found: dict[str, Sample] = {}
-    rebuild(network, names, inputs, found.__setitem__, seed)
+    rebuild(network, names, inputs, found.__setitem__)
     return found
 
 
 @torch.no_grad()
-def rebuild(
-    network: nn.Module, names: Sequence[str], inputs: Tensor, mend: Callable[[str, Sample], None], seed: int = 0
-) -> None:
+def rebuild(network: nn.Module, names: Sequence[str], inputs: Tensor, mend: Callable[[str, Sample], None]) -> None:
     """Run the network once; `mend` sees what each named layer reads and may change it before what follows reads it.
 
     A layer that is called several times is looked at the first time.
@@ -64,8 +62,7 @@ def rebuild(
             if name in seen:
                 return output
             seen.add(name)
-            generator = torch.Generator().manual_seed(seed)
-            mend(name, _look(module, args[0].detach(), output.detach(), generator))
+            mend(name, _look(module, args[0].detach(), output.detach()))
             mended: Tensor = module.forward(*args)
             return mended
 
@@ -79,34 +76,23 @@ def rebuild(
     network.train(was_training)
 
 
-def _look(module: nn.Linear | nn.Conv2d, x: Tensor, y: Tensor, generator: torch.Generator) -> Sample:
+def _look(module: nn.Linear | nn.Conv2d, x: Tensor, y: Tensor) -> Sample:
+    bias = 0 if module.bias is None else module.bias.detach()
     if isinstance(module, nn.Linear):
         if x.dim() == 2:
             x, y = x.repeat_interleave(PLACES, 0), y.repeat_interleave(PLACES, 0)
-        x, y = x.flatten(0, -2), y.flatten(0, -2)
-        return Sample(x[:, :, None], y - (0 if module.bias is None else module.bias.detach()))
-    bias = 0 if module.bias is None else module.bias.detach()
+        return Sample(x.flatten(0, -2)[:, :, None], y.flatten(0, -2) - bias)
+    generator = torch.Generator().manual_seed(0)
     count = PLACES * len(x)
     high, wide = y.shape[2:]
     image = torch.arange(len(x)).repeat_interleave(PLACES)
     row, column = (torch.randint(size, (count,), generator=generator) for size in (high, wide))
-    padded = F.pad(x, _padding(module))
+    padded = F.pad(x, module._reversed_padding_repeated_twice)
     (down, across), (tall, broad), (skip_y, skip_x) = module.stride, module.kernel_size, module.dilation
     ys = (row * down)[:, None, None] + (torch.arange(tall) * skip_y)[None, :, None]
     xs = (column * across)[:, None, None] + (torch.arange(broad) * skip_x)[None, None, :]
     patches = padded[image[:, None, None], :, ys, xs]  # (N, tall, broad, I)
     return Sample(patches.flatten(1, 2).transpose(1, 2), y[image, :, row, column] - bias)
-
-
-def _padding(module: nn.Conv2d) -> list[int]:
-    """Zeros to the left, to the right, above and below, as `F.pad` takes them."""
-    if isinstance(module.padding, str):
-        same = module.padding == "same"
-        reach = [same * d * (k - 1) for k, d in zip(module.kernel_size, module.dilation, strict=True)]
-        sides = [(total // 2, total - total // 2) for total in reach]
-    else:
-        sides = [(int(p), int(p)) for p in module.padding]
-    return [*sides[1], *sides[0]]
 
 
 @torch.no_grad()

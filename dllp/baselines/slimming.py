@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dllp.baselines.protocol import Gradient, Method, Published, Scene, not_negative, prior_penalty, share
+from dllp.baselines.protocol import Gradient, Method, Published, Scene, check_range, prior_penalty
 from dllp.method.other_priors import PRIORS
 
 
@@ -31,8 +31,8 @@ class Slimming(Method):
     least: float = 0.05
 
     def __post_init__(self) -> None:
-        not_negative(strength=self.strength)
-        share(least=self.least)
+        check_range(strength=self.strength)
+        check_range(1, least=self.least)
 
     def penalty(self, scene: Scene) -> Gradient | None:
         return prior_penalty(scene.gating.scales, PRIORS["laplace"], self.strength, 1.0)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dllp.baselines.protocol import Method, Published, Scene, StepInfo, share
+from dllp.baselines.protocol import Method, Published, Scene, StepInfo, check_range
 from dllp.config import Config
 from dllp.errors import ConfigError
 from dllp.training.gating import NORMS
@@ -38,7 +38,7 @@ class SoftFilters(Method):
     begin: float = 0.5
 
     def __post_init__(self) -> None:
-        share(begin=self.begin)
+        check_range(1, begin=self.begin)
 
     def settings(self, config: Config) -> Config:
         if config.momentum == 0:

