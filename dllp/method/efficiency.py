@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dllp.errors import ConfigError, DataError, check_count
+from dllp.errors import ConfigError, DataError
 
 Number = float | Tensor
 
@@ -22,8 +22,6 @@ def map_estimate(mean_observation: Number, prior_mean: Number, a2: Number, s2: N
 
     As the appendix derives it: the log-likelihood is a mean, not a sum, over observations.
     """
-    if bool(torch.as_tensor(s2 + a2 == 0).any()):
-        raise ConfigError("s2 = a2 = 0: observation and prior are both certain: give at least one of them a variance")
     return (mean_observation * a2 + prior_mean * s2) / (s2 + a2)
 
 
@@ -37,10 +35,6 @@ def estimator_variance(s2: Number, a2: Number, b2: Number, n: int = 1) -> Number
 
     Averaging particles divides the model's share alone: all of them see the same data with the same noise.
     """
-    check_count(n=n)
-    for name, value in (("s2", s2), ("a2", a2), ("b2", b2)):
-        if bool(torch.as_tensor(value < 0).any()):
-            raise ConfigError(f"{name} = {value!r:.60}: a variance is needed, which is never negative")
     return s2 + a2 / n + b2
 
 
@@ -111,13 +105,9 @@ def estimate_components(members: Tensor, targets: Tensor) -> Components:
             f"predictions {tuple(members.shape)} and targets {tuple(targets.shape)}: "
             "give (particles, examples, outputs) and (examples,), or (examples, outputs) for a regression"
         )
-    n, examples, outputs = members.shape
-    if not examples or not outputs:
-        raise DataError(f"predictions {tuple(members.shape)}: at least one example and one output are needed")
+    n, _, outputs = members.shape
     if n < 2:
         raise ConfigError("the model variance of one particle cannot be estimated: use particles >= 2")
-    if classification and not bool(((targets >= 0) & (targets < outputs)).all()):
-        raise DataError(f"a label lies outside 0..{outputs - 1}: the data has other classes than the predictions")
     wanted = torch.nn.functional.one_hot(targets.long(), outputs) if classification else targets
     residual = (wanted.to(members.dtype) - members.mean(0)).square().mean()
     a2 = members.var(0, correction=1).mean()

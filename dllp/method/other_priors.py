@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dllp.errors import ConfigError
 from dllp.method import spike_and_slab
 
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
@@ -89,7 +88,7 @@ class Prior:
 
     Args:
         name: Key in :data:`PRIORS`.
-        log_prob: Log density; elementwise where `separable`, a scalar up to a constant otherwise.
+        log_prob: Log density; elementwise where that is the scope, a scalar up to a constant otherwise.
         score: Closed-form gradient of the summed `log_prob` in the values.
         parameters: Names of the parameters, in order.
         proper: Whether `log_prob` is normalised.
@@ -102,26 +101,6 @@ class Prior:
     parameters: tuple[str, ...]
     proper: bool
     scope: Literal["element", "module", "network"] = "element"
-
-    @property
-    def separable(self) -> bool:
-        """Whether the density is a product over elements."""
-        return self.scope == "element"
-
-    def check(self, *parameters: float) -> None:
-        """Raise unless there are as many parameters as the prior has, all finite and but for a logit positive."""
-        if len(parameters) != len(self.parameters):
-            raise ConfigError(f"prior {self.name} has {' and '.join(self.parameters)}: {len(parameters)} were given")
-        for name, value in zip(self.parameters, parameters, strict=True):
-            if name == "logit" and math.isfinite(value):
-                continue
-            if not 0 < value < math.inf:
-                raise ConfigError(f"prior {self.name}: {name} = {value}: a positive number is needed")
-        if not bool(
-            self.score(torch.tensor([1.0, 2.0]), *(torch.tensor(float(p)) for p in parameters)).isfinite().all()
-        ):
-            given = ", ".join(f"{name} = {value:g}" for name, value in zip(self.parameters, parameters, strict=True))
-            raise ConfigError(f"prior {self.name}: {given}: so strong a pull is no number that float32 can hold")
 
     def unit_scores(self, values: Tensor, lengths: Sequence[int], *parameters: Tensor | float) -> Tensor:
         """(n, U) values in modules of `lengths` units -> (n, U): each network's scores under a prior of sizes."""

@@ -124,8 +124,8 @@ def dip(weights: ArrayLike) -> tuple[float, float]:
     """(m,) -> Hartigan's dip, the distance to the nearest law with one mode, and the p-value of having one."""
     from diptest import diptest
 
-    statistic, p_value = diptest(thinned(weights, DIP_SAMPLE))
-    return float(statistic), float(p_value)
+    found: Any = diptest(thinned(weights, DIP_SAMPLE))
+    return float(found[0]), float(found[1])
 
 
 def wasserstein(weights: ArrayLike, reference: ArrayLike) -> float:

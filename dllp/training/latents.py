@@ -220,5 +220,4 @@ def replaced_prior(config: Config) -> tuple[Prior, tuple[float, ...]]:
     """The prior in spike-and-slab's place, and its parameters: Section 3.1 as one line of configuration."""
     prior, width = PRIORS[config.prior], config.prior_scale
     parameters = {"polarization": (POLARIZATION, width), "hoyer": (1 / width,)}.get(prior.name, (width,))
-    prior.check(*parameters)
     return prior, parameters

@@ -36,14 +36,14 @@ def test_score_is_the_gradient_of_the_log_density(name: str) -> None:
 def test_separable_means_elementwise(name: str) -> None:
     prior = other_priors.PRIORS[name]
     assert prior.name == name
-    assert prior.log_prob(normal(50), *CASES[name]).shape == ((50,) if prior.separable else ())
+    assert prior.log_prob(normal(50), *CASES[name]).shape == ((50,) if prior.scope == "element" else ())
 
 
 @pytest.mark.parametrize("name, parameters", [("spike_and_slab", (torch.tensor(-1.0), 0.8, 30.0)), *CASES.items()])
 def test_proper_densities_integrate_to_one(name: str, parameters: tuple[Tensor | float, ...]) -> None:
     prior = other_priors.PRIORS[name]
     if not prior.proper:
-        assert not prior.separable
+        assert prior.scope != "element"
         return
     grid = torch.linspace(-12, 12, 400_001, dtype=torch.float64)
     parameters = tuple(p.flatten()[0].double() if isinstance(p, Tensor) else p for p in parameters)
