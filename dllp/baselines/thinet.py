@@ -56,6 +56,7 @@ class ThiNet(Method):
 
         rebuild(small, list(names), scene.inputs, mend)
 
+    @torch.no_grad()
     def fit(self, module: nn.Module, patches: Tensor, wanted: Tensor) -> None:
         """Scale the inputs of a layer so that at places with `patches` (N, I, K) it gives what is `wanted` (N, O)."""
         weight = flat_weight(module)
@@ -63,7 +64,8 @@ class ThiNet(Method):
         output = places % len(weight)  # one output for each place: every one is seen equally often
         shares = (patches * weight[output]).sum(2).double()
         start = torch.ones(shares.shape[1], 1, dtype=shares.dtype, device=shares.device)
-        rescale(module, towards(shares, wanted[places, output].double()[:, None], start)[:, 0])
+        scales = towards(shares, wanted[places, output].double()[:, None], start)
+        module.weight.mul_(scales.to(weight).view(1, -1, *[1] * (module.weight.dim() - 2)))  # type: ignore
 
 
 def removal_order(shares: Tensor) -> Tensor:
@@ -85,10 +87,3 @@ def rebuilt(scene: Scene, recipe: Recipe) -> dict[str, Tensor | slice]:
     lost = [layer.name for layer in scene.structure.layers if "in" in recipe.get(layer.name, {})]
     kept = {name: recipe[name].get("out") for name in lost if name in readers}
     return {name: slice(None) if out is None else torch.tensor(out) for name, out in kept.items()}
-
-
-@torch.no_grad()
-def rescale(module: nn.Module, scales: Tensor) -> None:
-    """Multiply a plain module's weights by a number for each input."""
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    weight.mul_(scales.to(weight).view(1, -1, *[1] * (weight.dim() - 2)))
