@@ -5,7 +5,6 @@ Ray itself never runs a job again: a worker may have finished some of its jobs, 
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import signal
@@ -23,12 +22,6 @@ from paper.workers import Answer, Failed, Lost, Settings, Unfit, Worker
 LOCAL, AUTO = "local", "auto"
 REACHING, WAITING = 10.0, 60.0
 """Seconds until an address counts as unreachable, and until a cluster that lost all its nodes is given up."""
-
-
-def require() -> None:
-    """Raise with the way to get Ray where it is missing."""
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError("--launcher ray needs Ray: pip install 'dllp[ray]'")
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Knows nothing of the terminal: whoever calls it hands over what shows progress.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dllp.data import Dataset, load, names
 from dllp.data.cifar10 import Progress
@@ -33,18 +34,8 @@ LAUNCHERS = {"local": ("jobs",), "ray": ("jobs", "address", "cpus")}
 Download = Callable[[], AbstractContextManager[Progress | None]]
 
 
-class Shown(Protocol):
-    """A display of trainings: see :class:`dllp.cli.progress.Silent`."""
-
-    def begin(self, title: str, epochs: int, target: float | None) -> None: ...
-
-    def step(self, state: RunState) -> None: ...
-
-    def epoch(self, record: EpochRecord) -> None: ...
-
-
 class Nothing(AbstractContextManager["Nothing"]):
-    """Shows nothing."""
+    """Shows nothing of trainings; see :class:`dllp.cli.progress.Silent`."""
 
     def begin(self, title: str, epochs: int, target: float | None) -> None:
         """A training starts."""
@@ -63,7 +54,7 @@ def execute(
     given: Mapping[str, Any],
     *,
     download: Download = nullcontext,
-    reporter: Callable[[], AbstractContextManager[Shown]] = Nothing,
+    reporter: Callable[[], AbstractContextManager[Nothing]] = Nothing,
 ) -> None:
     """One call of the command.
 
@@ -114,7 +105,7 @@ class _Work:
     given: Mapping[str, Any]
     shards: int
 
-    def here(self, download: Download, reporter: Callable[[], AbstractContextManager[Shown]]) -> None:
+    def here(self, download: Download, reporter: Callable[[], AbstractContextManager[Nothing]]) -> None:
         """One job after another in this process."""
         device = find_device(self.given.get("device", "auto"))
         with download() as bar:
@@ -147,20 +138,20 @@ class _Work:
     def _load(self, bar: Progress | None, reported: list[str] | None = None) -> Dataset:
         """The data; images that cannot be read are reported, and added to `reported`."""
 
-        def tell(image: SkippedImage) -> None:
+        def report(image: SkippedImage) -> None:
             if reported is not None:
                 reported.append(_absolute(image.name))
             if not self.given.get("quiet"):
                 say_left_out(image)
 
-        return load(self.data, root=self.given.get("data_root"), progress=bar, report=tell, **self._loading)
+        return load(self.data, root=self.given.get("data_root"), progress=bar, report=report, **self._loading)
 
     def _spread(self, pool: Processes | cluster.Cluster) -> None:
-        def tell(text: str) -> None:
+        def report(text: str) -> None:
             if not self.given.get("quiet"):
                 print(f"dllp: {text}", file=sys.stderr, flush=True)
 
-        Spread(self.plan, pool, self._book(pool.sharing), tell).run()
+        Spread(self.plan, pool, self._book(pool.sharing), report).run()
 
     def _settings(self, device: str, reported: Sequence[str] = ()) -> Settings:
         """Places as seen from anywhere: workers may start in another folder."""
@@ -209,8 +200,8 @@ def check_launcher(given: Mapping[str, Any]) -> None:
             raise ConfigError(f"--{option} needs {able}")
         if option != "address" and given.get(option, 1) < 1:
             raise ConfigError(f"{option} = {given[option]}: at least 1 is needed")
-    if launcher == "ray":
-        cluster.require()
+    if launcher == "ray" and importlib.util.find_spec("ray") is None:
+        raise ConfigError("--launcher ray needs Ray: pip install 'dllp[ray]'")
 
 
 def _absolute(path: str) -> str:

@@ -17,11 +17,10 @@ from dllp.errors import DllpError, WorkerError
 from dllp.runs.signals import Stop
 from paper.jobs import Job, Outcome, Runner
 from paper.store import LABELS, Store
-from paper.tables import Planned
+from paper.tables import Planned, units
 from paper.workers import Answer, Failed, Lost, Unfit, attempt
 
 KEPT = "finished jobs are kept, the same command goes on"
-Unit = deque[Planned]
 Hand = Any
 """A pool's name for one of its workers; hashable."""
 
@@ -52,30 +51,21 @@ class Pool(Protocol):
         """All workers end at once."""
 
 
-def units(plan: Sequence[Planned]) -> list[Unit]:
-    """The jobs for one worker each: a dense network with what starts from it behind it, any other job by itself."""
-    found: dict[str, list[Planned]] = {}
-    for planned in plan:
-        job = planned.job
-        found.setdefault(job.dense.digest if job.derived else job.digest, []).append(planned)
-    return [deque(sorted(unit, key=lambda planned: planned.job.derived)) for unit in found.values()]
-
-
 class Spread:
     """Hands out the jobs of a plan.
 
     Args:
         pool: Closed at the end, whatever happens.
         book: Stores finished jobs, at once.
-        tell: Called with a line about an error that does not end the bench.
+        report: Called with a line about an error that does not end the bench.
     """
 
     def __init__(
-        self, plan: Sequence[Planned], pool: Pool, book: Book, tell: Callable[[str], None] = lambda text: None
+        self, plan: Sequence[Planned], pool: Pool, book: Book, report: Callable[[str], None] = lambda text: None
     ) -> None:
-        self.pool, self.book, self.tell = pool, book, tell
-        self.waiting = deque(units(plan))
-        self.running: dict[Hand, Unit] = {}
+        self.pool, self.book, self.report = pool, book, report
+        self.waiting = deque(map(deque, units(plan)))
+        self.running: dict[Hand, deque[Planned]] = {}
         self.lost: Counter[str] = Counter()
         self.unfit: list[Unfit] = []
 
@@ -90,7 +80,7 @@ class Spread:
             finally:
                 self.pool.close()
         for text in sorted({str(unfit.error) for unfit in self.unfit}):
-            self.tell(f"{text}; the others went on without it")
+            self.report(f"{text}; the others went on without it")
         self.book.close()
 
     def _go_on(self) -> bool:
@@ -103,7 +93,7 @@ class Spread:
             raise self.unfit[0].error
         return bool(self.waiting or self.running)
 
-    def _due(self) -> Unit | None:
+    def _due(self) -> deque[Planned] | None:
         """The next unit that begins with a job nobody has finished meanwhile."""
         while self.waiting:
             unit = self.waiting.popleft()
@@ -113,7 +103,7 @@ class Spread:
                 return unit
         return None
 
-    def _give(self, hand: Hand, unit: Unit) -> None:
+    def _give(self, hand: Hand, unit: deque[Planned]) -> None:
         self.running[hand] = unit
         self.pool.give(hand, unit[0].job)
 
@@ -128,7 +118,7 @@ class Spread:
         elif isinstance(answer, Failed):
             self.book.failed(planned, answer.error)
             if answer.trace:
-                self.tell(f"{describe(planned)}: {answer.error}\n{answer.trace}")
+                self.report(f"{describe(planned)}: {answer.error}\n{answer.trace}")
         else:
             self.book.keep(planned, answer)
         if unit:
@@ -141,13 +131,13 @@ class Spread:
             else:
                 self._give(hand, following)
 
-    def _retry(self, unit: Unit, planned: Planned, answer: Lost) -> None:
+    def _retry(self, unit: deque[Planned], planned: Planned, answer: Lost) -> None:
         self.lost[planned.job.digest] += 1
         times = self.lost[planned.job.digest]
         if times > self.pool.retries:
             self.book.failed(planned, WorkerError(f"its worker was lost {times} times, last time {answer.reason}"))
         else:
-            self.tell(f"{describe(planned)}: its worker was lost ({answer.reason}), another one takes the job")
+            self.report(f"{describe(planned)}: its worker was lost ({answer.reason}), another one takes the job")
             unit.appendleft(planned)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -256,18 +256,13 @@ def write_summary(table: Table, store: Store, variant: Variant) -> dict[str, Any
         return None
     to_summary, to_text, draw = KINDS.get(table.name, (summarise, markdown, None))
 
-    def made_from(some: Lines) -> tuple[dict[str, Any], str]:
-        made = to_summary(table, some, variant, store)
-        return made, to_text(table, made)
-
     try:
-        summary, text = made_from(lines)
+        summary = to_summary(table, lines, variant, store)
+        text = to_text(table, summary)
         files.write_json(store.folder / SUMMARY, summary)
     except UNREADABLE as error:
-        place = f"{store.runs} or {FIGURES}" if store.judged.exists() else f"{store.runs}"
-        name = next((line["digest"] for line in used if _fails(made_from, line)), "of several")
-        way = "remove its line, and its job runs again"
-        raise ArtifactError(f"{place}: run {name} is not one of {table.name} ({error!r}): {way}") from None
+        way = "remove the line, and its job runs again"
+        raise ArtifactError(f"{store.runs} or {FIGURES}: a run is not one of {table.name} ({error!r}): {way}") from None
     files.write_bytes(store.folder / MARKDOWN, text.encode())
     for row in table.rows:
         if row.predictions == "judged":
@@ -276,11 +271,3 @@ def write_summary(table: Table, store: Store, variant: Variant) -> dict[str, Any
     if draw is not None and render.matplotlib_installed():
         draw(store.folder / PICTURE, summary)
     return summary
-
-
-def _fails(made_from: Callable[[Lines], object], line: dict[str, Any]) -> bool:
-    try:
-        made_from([line])
-    except UNREADABLE:
-        return True
-    return False

@@ -206,32 +206,35 @@ class Table:
             shard: (I, N): the I-th of N shares, each of about the same work. Jobs that start from the same dense
                 network stay together, behind it.
         """
-        variant = variant or Variant()
-        units: dict[Any, list[Planned]] = {}
-        chosen = self.chosen(rows)
-        for seed in sorted({seed for row in chosen for seed in (seeds or row.seeds)}):
-            for row in chosen:
-                if seed in (seeds or row.seeds):
-                    shared = row.job.method == "dense" or row.job.derived
-                    key = (seed, row.job.network if shared else row.name)
-                    units.setdefault(key, []).append(Planned(row, variant.of(row.job, seed)))
-        for unit in units.values():
-            unit.sort(key=lambda planned: planned.job.derived)
+        variant, chosen = variant or Variant(), self.chosen(rows)
+        found = units([
+            Planned(row, variant.of(row.job, seed))
+            for seed in sorted({seed for row in chosen for seed in (seeds or row.seeds)})
+            for row in chosen
+            if seed in (seeds or row.seeds)
+        ])  # fmt: skip
         index, count = shard
-        loads = [0] * count
-        mine: list[Planned] = []
-        for unit in sorted(units.values(), key=_work, reverse=True):
+        loads, mine = [0] * count, set()
+        for k in sorted(range(len(found)), key=lambda k: _work(found[k]), reverse=True):
             least = loads.index(min(loads))
-            loads[least] += _work(unit)
-            mine += unit if least == index - 1 else []
-        order = {id(planned): i for i, planned in enumerate(planned for unit in units.values() for planned in unit)}
-        return sorted(mine, key=lambda planned: order[id(planned)])
+            loads[least] += _work(found[k])
+            mine |= {k} if least == index - 1 else set()
+        return [planned for k in sorted(mine) for planned in found[k]]
 
     def members(self, row: Row, lines: Sequence[dict[str, Any]], variant: Variant) -> Iterator[dict[str, Any]]:
         """The finished runs of a row, of whatever seeds there are."""
         for line in sorted(lines, key=lambda line: line["seed"]):
             if line["digest"] == variant.of(row.job, line["seed"]).digest:
                 yield line
+
+
+def units(plan: Sequence[Planned]) -> list[list[Planned]]:
+    """The jobs for one worker each: a dense network with what starts from it behind it, any other job by itself."""
+    found: dict[str, list[Planned]] = {}
+    for planned in plan:
+        job = planned.job
+        found.setdefault(job.dense.digest if job.derived else job.digest, []).append(planned)
+    return [sorted(unit, key=lambda planned: planned.job.derived) for unit in found.values()]
 
 
 def _work(unit: Sequence[Planned]) -> int:

@@ -120,12 +120,12 @@ class Worker:
             raise WorkerError(f"it has dllp {__version__}, not {own.version}: install the same version everywhere")
         torch.set_num_threads(own.threads)
         machine: dict[str, Any] = {"device": str(find_device(own.device)), "precision": own.precision}
-        data = load(own.data, root=own.root, report=None if own.quiet else self._tell, **own.loading)
+        data = load(own.data, root=own.root, report=None if own.quiet else self._report, **own.loading)
         runner = Runner(data, everywhere=own.everywhere, **machine, recompute=own.recompute)
         runner.splits.check(own.seen)
         return runner
 
-    def _tell(self, image: SkippedImage) -> None:
+    def _report(self, image: SkippedImage) -> None:
         if image.name not in self.settings.reported:
             say_left_out(image)
 
