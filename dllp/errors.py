@@ -17,10 +17,10 @@ class DllpError(Exception):
     The message may quote names out of files: it is made one line, without control characters, of limited length.
 
     Attributes:
-        told: Whether another process of the run tells it to the user.
+        reported_elsewhere: Rank 0 prints this error; this rank stays silent.
     """
 
-    told = False
+    reported_elsewhere = False
 
     def __init__(self, message: object = "") -> None:
         text = " ".join(str(message).split())

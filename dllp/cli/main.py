@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = 128 + error.signal
         return code if _rank() else _complain(f"interrupted, {_notes(error) or 'nothing was written'}", code)
     except DllpError as error:
-        reported = error.told or (not command and _rank() > 0)  # all read the same command line
+        reported = error.reported_elsewhere or (not command and _rank() > 0)  # all read the same command line
         return 2 if reported else _complain(_with_notes(str(error), error))
     except MemoryError as error:
         return _complain(_with_notes("out of memory", error))

@@ -7,7 +7,7 @@ import shlex
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 

@@ -227,7 +227,7 @@ class StreamBatches:
                 root = self.data.sources.root
                 raise DataError(f"{reader.TRIES} images in a row cannot be read: check the folder {root}")
         except DataError as error:
-            error.told = not self._first
+            error.reported_elsewhere = not self._first
             raise
 
     def _normalised(self, pixels: Tensor) -> Tensor:

@@ -118,7 +118,7 @@ class Place:
         index, size = self.shards.index, self.shards.size
         if count < size:
             error = DataError(f"a batch of {count} for {size} processes: use larger batches, and drop_last=True")
-            error.told = not self.first
+            error.reported_elsewhere = not self.first
             raise error
         return slice(count * index // size, count * (index + 1) // size)
 

@@ -63,7 +63,7 @@ class Ranks:
         for rank, text in enumerate(texts):
             if text:
                 error = own if rank == self.rank else RankError(f"rank {rank}: {text}")
-                error.told = self.rank > 0
+                error.reported_elsewhere = self.rank > 0
                 raise error
         return found[0]
 
@@ -73,7 +73,7 @@ class Ranks:
         for rank, other in enumerate(texts):
             if other != texts[0]:
                 error = RankError(f"rank {rank} has {other}, but rank 0 has {texts[0]}: {what} must be the same")
-                error.told = self.rank > 0
+                error.reported_elsewhere = self.rank > 0
                 raise error
 
     def lines(self, particles: int, parallel: Parallel) -> int:
@@ -144,7 +144,7 @@ def joined() -> Iterator[Ranks]:
         failure = RankError(
             f"the processes of the run did not meet ({reason}): start them with torchrun, and a free --master-port"
         )
-        failure.told = number() > 0
+        failure.reported_elsewhere = number() > 0
         raise failure from None
     try:
         everyone = Axis(dist.group.WORLD, dist.get_rank(), dist.get_world_size())

@@ -39,7 +39,7 @@ def broken(state: RunState, trouble: str, number: int, *, in_data: bool = False)
         f"{trouble} at step {number} (epoch {(number - 1) // state.steps_per_epoch + 1}): lower lr "
         f"(now {c.lr * state.lr_scale:g}){wider}{other}"
     )
-    error.told, error.in_data = not state.place.first, in_data
+    error.reported_elsewhere, error.in_data = not state.place.first, in_data
     return error
 
 

@@ -194,7 +194,9 @@ def test_too_many_in_all_end_every_process_at_the_same_step(root: Path) -> None:
     assert alone.error is not None and "cannot read 11 of 24 images" in str(alone.error)
     assert [str(end.error) for end in ends] == [str(alone.error)] * 2
     assert [len(end.batches) for end in ends] == [len(alone.batches)] * 2
-    assert [end.error is not None and end.error.told for end in ends] == [False, True], "the first speaks for all"
+    assert [end.error is not None and end.error.reported_elsewhere for end in ends] == [False, True], (
+        "the first speaks for all"
+    )
 
 
 def test_nothing_to_read_in_one_part_ends_every_process(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,7 +185,7 @@ def test_an_error_anywhere_is_raised_everywhere_and_told_once(index: int) -> Non
     ranks = Ranks(Echo(index, ["", "no data", ""]))
     with pytest.raises(RankError, match="rank 1: no data") as caught:
         ranks.together(lambda: None)
-    assert caught.value.told == (index > 0)
+    assert caught.value.reported_elsewhere == (index > 0)
 
 
 def test_an_error_of_its_own_stays_what_it_is() -> None:
