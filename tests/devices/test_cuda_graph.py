@@ -213,7 +213,7 @@ def test_recomputed_dropout_runs_eagerly_and_says_why() -> None:
     x, y = torch.randn(96, 3, 8, 8), torch.arange(96) % 3
     config = Config(device="cuda", epochs=2, batch_size=8, keep_flops=0.6, warmup=0, recompute=True, engine="graph")
     engines = {record["engine"] for record in dllp.prune(model, (x, y), config).history}
-    assert len(engines) == 1 and "recompute cannot draw the random numbers of dropout again" in engines.pop()
+    assert len(engines) == 1 and "recompute cannot replay the random numbers of dropout" in engines.pop()
 
 
 @cuda
