@@ -247,8 +247,6 @@ def test_descriptions_that_are_refused(
 def test_digests_never_name_a_path(tmp_path: Path) -> None:
     store = Store(tmp_path)
     for digest in ("../../x", "a/b", "", "x" * 65):
-        with pytest.raises(ArtifactError, match="no digest"):
-            store.probabilities(digest)
         store.runs.write_text(json.dumps({"digest": digest, "seed": 0}) + "\n")
         with pytest.raises(ArtifactError, match="line 1 is damaged"):
             store.lines()

@@ -104,7 +104,7 @@ def test_bad_input_is_one_line(
 @pytest.mark.parametrize(
     ("words", "reported"),
     [
-        (["--corrupt", "fog:1"], ["unknown corruption 'fog'"]),
+        (["--corrupt", "fog:1"], ["unknown corruption 'fog:1'"]),
         (["--subset", "0"], ["subset = 0", "(0, 1]"]),
         (["--subset", "2"], ["subset = 2", "(0, 1]"]),
         (["--subset", "1e-9"], ["subset", "empty"]),

@@ -114,12 +114,12 @@ BATCH = 7
 class Line(Axis):
     """One of several threads that talk to each other."""
 
-    def __init__(self, index: int, size: int, said: dict[int, bytes], meeting: threading.Barrier) -> None:
+    def __init__(self, index: int, size: int, said: dict[int, Any], meeting: threading.Barrier) -> None:
         super().__init__(None, index, size)
         self.said, self.meeting = said, meeting
 
-    def payloads(self, content: bytes) -> list[bytes]:
-        self.said[self.index] = content
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self.said[self.index] = value
         self.meeting.wait(60)
         heard = [self.said[k] for k in range(self.size)]
         self.meeting.wait(60)

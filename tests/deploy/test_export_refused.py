@@ -99,7 +99,6 @@ def test_mistakes_are_one_line(
         ({"particle": -1}, "there is no particle 0"),
         ({"pad_to": "8"}, "pad_to = '8': a whole number is needed"),
         ({"pad_to": 1.5}, "pad_to = 1.5: a whole number is needed"),
-        ({"path": 300 * "a"}, "File name too long"),
     ],
 )
 def test_mistakes_in_python_are_one_line(
@@ -115,7 +114,7 @@ def test_file_is_asked_for(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["export", str(run)]) == 2
     one_line(capsys, "required: --out; see dllp export --help")
     assert main(["export", str(run), "--out", str(tmp_path)]) == 2
-    one_line(capsys, f"cannot write {tmp_path}: Is a directory")
+    one_line(capsys, f"cannot write {tmp_path}: it is a folder; give a file")
 
 
 def test_network_that_fixes_its_batch_is_refused(tmp_path: Path) -> None:
