@@ -241,7 +241,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def describe(data: Dataset) -> DataInfo:
-    """What a later evaluation must know about the training data."""
+    """Facts about the training data that a later evaluation needs."""
     return DataInfo(
         num_classes=data.num_classes,
         in_channels=data.in_channels,

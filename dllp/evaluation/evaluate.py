@@ -82,7 +82,7 @@ class Evaluation:
     clean: dict[str, PredictedData] = field(default_factory=dict)
 
     def besides(self) -> dict[str, Any]:
-        """What JSON files hold beside the rows, as plain values."""
+        """Plain values that JSON files hold beside the rows."""
         return {"efficiency": [asdict(entry) for entry in self.efficiency], "curves": self.curves}
 
 

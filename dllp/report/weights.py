@@ -1,4 +1,4 @@
-"""What was kept of each layer: its channels, and histograms of kept (slab) and removed (spike) weights."""
+"""Kept channels of each layer, and histograms of kept (slab) and removed (spike) weights."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class Line(Axis):
 
 
 class End:
-    """What came of a process: its batches, what it has told, its error."""
+    """The end of a process: its batches, its reports, its error."""
 
     def __init__(self) -> None:
         self.batches: list[tuple[Tensor, Tensor]] = []

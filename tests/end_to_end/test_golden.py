@@ -47,7 +47,7 @@ def public_names() -> list[str]:
 
 
 def help_texts() -> dict[str, str]:
-    """What every command prints for --help, in 100 columns."""
+    """The --help of every command, in 100 columns."""
     found = {}
     for command in ("", *COMMANDS):
         out = io.StringIO()

@@ -68,7 +68,7 @@ def compare(config: Config, n: int, steps: int, lane: int = 1) -> RunState:
 
 
 def test_slab_and_spike_by_responsibility_add_up_to_equation_10() -> None:
-    """What the specification takes as a score and what it takes implicitly are together the prior's gradient."""
+    """The explicit and the implicit part of the specification are together the prior's gradient."""
     scale, logit = (torch.randn(40, dtype=torch.float64) for _ in range(2))
     scale, slab = (0.2 * scale).requires_grad_(), torch.rand(40, dtype=torch.float64) + 4
     parts = algorithm1._responsible(scale, logit, slab, 11.0)
