@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import pickletools  # nosec B403: opcodes are read, nothing is unpickled
+import pickletools  # nosec B403
 import tarfile
 import tempfile
 import urllib.request
