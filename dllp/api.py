@@ -19,7 +19,7 @@ from dllp.devices.mesh import Place
 from dllp.devices.ranks import Ranks
 from dllp.errors import ConfigError, NumericsError, StructureError
 from dllp.posterior import Posterior, posterior_of
-from dllp.prepare import Data, Source, check_parts, make_gating, prepare
+from dllp.prepare import Data, Source, check_parts, make_gating, make_teacher, prepare
 from dllp.records import ExtractedParticle, Size
 from dllp.runs import result as stored
 from dllp.runs.checkpoints import Checkpoints, State
@@ -32,6 +32,7 @@ from dllp.training.gating import ChannelGating, WeightGating
 from dllp.training.particles import Particles
 from dllp.training.snapshot import begin_snapshot, changing, restore, snapshot, unsound
 from dllp.training.state import RunState
+from dllp.training.teacher import Teacher
 from dllp.training.trainer import OnEpoch, OnStep, train
 
 ROLLBACKS = 3
@@ -125,6 +126,7 @@ def prune(
     on_start: OnStep | None = None,
     checkpoints: Checkpoints | None = None,
     ranks: Ranks | None = None,
+    teacher: nn.Module | None = None,
 ) -> Result:
     """Prune a network by DLLP in one training run; `model` itself is left as it was.
 
@@ -141,6 +143,7 @@ def prune(
         checkpoints: Where the run writes its checkpoints; it goes on from the newest one that it finds there.
         ranks: The processes that share the run, from :func:`dllp.devices.ranks.joined`: all call this, with the same
             arguments, and all get the same result; `config.parallel` says what they share.
+        teacher: A network with the same outputs that teaches in place of `model` where `config.teacher` is `given`.
     """
     config, ranks = _resolved(config, checkpoints), ranks or Ranks()
     if config.prior != SPIKE_AND_SLAB and config.budget[1] is None and not config.sparsity:
@@ -153,11 +156,12 @@ def prune(
         reasons = "; ".join(f"{name}: {why}" for name, why in list(structure.whole.items())[:3])
         raise StructureError(f"the network has no channels that can be pruned ({reasons}): {WEIGHTS_INSTEAD}")
     place = _placed(ranks, config, batches, model, example)
+    master = make_teacher(model, teacher, config, batches.device, example)
 
     def build(place: Place) -> RunState:
         particles = Particles.start(model, config, batches.device, place.own)
         gating = make_gating(model, structure, particles, config, filter_fn)
-        return _start(particles, gating, config, batches, place)
+        return _start(particles, gating, config, batches, place, master)
 
     return _collect(_train(build, place, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
 
@@ -173,14 +177,16 @@ def train_dense(
     on_start: OnStep | None = None,
     checkpoints: Checkpoints | None = None,
     ranks: Ranks | None = None,
+    teacher: nn.Module | None = None,
 ) -> Result:
     """Train the unpruned network with the same settings, without gates, prior and Stein term: the baseline."""
     config, ranks = _resolved(config, checkpoints), ranks or Ranks()
     batches, example, structure = ranks.together(lambda: prepare(model, data, config, None, ranks, channels=False))
     place = _placed(ranks, config, batches, model, example)
+    master = make_teacher(model, teacher, config, batches.device, example)
 
     def build(place: Place) -> RunState:
-        return _start(Particles.start(model, config, batches.device, place.own), None, config, batches, place)
+        return _start(Particles.start(model, config, batches.device, place.own), None, config, batches, place, master)
 
     return _collect(_train(build, place, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
 
@@ -214,8 +220,9 @@ def share_reading(batches: StreamBatches, place: Place) -> None:
 
 
 def _start(
-    particles: Particles, gating: ChannelGating | WeightGating | None, config: Config, batches: Source, place: Place
-) -> RunState:
+    particles: Particles, gating: ChannelGating | WeightGating | None, config: Config, batches: Source, place: Place,
+    teacher: Teacher | None,
+) -> RunState:  # fmt: skip
     """A run before its first step; of a regression whose targets are large the noise begins at their mean square.
 
     From 1 Adam would take thousands of steps up there: it remembers the size of its first gradients. To what is below 1
@@ -223,7 +230,9 @@ def _start(
     """
     targets = next(iter(batches.epoch(0)))[1] if config.task == "regression" else None
     observed = batches.num_examples * (1 if targets is None else targets[0].numel())
-    state = RunState(particles, gating, config, num_data=observed, steps_per_epoch=batches.steps, place=place)
+    state = RunState(
+        particles, gating, config, num_data=observed, steps_per_epoch=batches.steps, place=place, teacher=teacher
+    )
     if targets is not None:
         state.latents.log_d.fill_(-0.5 * math.log(max(1.0, float(targets.double().square().mean()))))
     return state

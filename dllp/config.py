@@ -119,13 +119,10 @@ class Prior:
             which gates follow loss and budget alone: `laplace` (l1), `gaussian` (l2), `polarization` or `hoyer`.
         prior_scale: Width of such a prior: the scale b of Laplace, the std of Gaussian, a of polarization, 1 over the
             strength of Hoyer. The smaller, the stronger.
-        prior_strength: `bayes` weighs the prior by 1/N, `tempered` by 1/max(N, gated weights).
         epsilon: Root precision of the spike.
         slab: Initial root precision of the slab, learned per module within `slab_bounds`.
         slab_bounds: Bounds of the learned slab precision; they keep joint MAP of weights and slab bounded. By default
             they hold `slab` and end at `epsilon`.
-        slab_decay: Once gates are discrete, shrink what they ruled as the slab does, by beta slab^2 / (particles N)
-            with the slab that each module has learned, instead of by `weight_decay`.
     """
 
     particles: Annotated[int, Rule(lambda v: 1 <= v <= 4096, "at least 1 is needed, and at most 4096")] = 2
@@ -137,11 +134,9 @@ class Prior:
     blocks: Literal["module", "all", "coordinate"] = "module"
     prior: Literal["spike_and_slab", "laplace", "gaussian", "polarization", "hoyer"] = SPIKE_AND_SLAB
     prior_scale: Positive = 0.05
-    prior_strength: Literal["bayes", "tempered"] = "bayes"
     epsilon: float | None = None
     slab: Positive = 20.0
     slab_bounds: Bounds | None = None
-    slab_decay: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,8 +149,11 @@ class Schedule:
             ramp reaches its target, and gates become discrete and the network is sliced.
         draw_gates: Draw the relaxed gates in each step, or take their medians, the default for single weights: the
             gradient of one weight's gate would drown in the noise of all the others.
-        mean_weight: Share of the cross-entropy that is taken to the mean prediction of all particles, held fixed,
-            instead of the labels; for classification.
+        teacher: Who teaches beside the labels: `given`, the network that is pruned as it was handed over, or
+            `posterior`, the mean prediction of all particles, for classification.
+        teacher_weight: Fraction of the loss that is taken to the teacher's predictions instead of the labels.
+        teacher_temperature: Divides the logits of teacher and particles in that part of the loss.
+        teacher_from: Progress in [0, 1] at which the teacher begins.
         patience: Stop early when the training loss has not improved for this many epochs after
             gates are discrete (0: run all epochs).
     """
@@ -165,7 +163,10 @@ class Schedule:
     ramp_until: float = 0.35
     discrete_at: float = 0.5
     draw_gates: bool | None = None
-    mean_weight: BelowOne = 0.0
+    teacher: Literal["off", "given", "posterior"] = "off"
+    teacher_weight: BelowOne = 0.5
+    teacher_temperature: Positive = 2.0
+    teacher_from: BelowOne = 0.0
     patience: NotNegativeInt = 0
 
 
@@ -247,16 +248,14 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
             raise ConfigError("keep_flops and keep_params are both given: choose one budget")
         if self.accumulate > self.batch_size:
             raise ConfigError(f"accumulate ({self.accumulate}) must not exceed batch_size ({self.batch_size})")
-        if self.mean_weight and self.task == "regression":
-            raise ConfigError(f"mean_weight = {self.mean_weight} is for classification: leave it out")
+        if self.teacher == "posterior" and self.task == "regression":
+            raise ConfigError("teacher = posterior is for classification: use given, or leave it out")
         if self.epsilon is not None and self.epsilon <= self.slab:
             raise ConfigError(f"epsilon = {self.epsilon} must exceed slab = {self.slab}: the spike is the narrow part")
         if not 0 <= self.open_until <= self.ramp_until <= self.discrete_at <= 1:
             raise ConfigError("the schedule must satisfy 0 <= open_until <= ramp_until <= discrete_at <= 1")
         if isinstance(self.bandwidth, (int, float)) and not 0 < self.bandwidth < math.inf:
             raise ConfigError(f"bandwidth = {self.bandwidth}: a positive number, median or paper is needed")
-        if self.slab_decay and self.prior != SPIKE_AND_SLAB:
-            raise ConfigError(f"slab_decay = true needs a slab: prior = {self.prior} has none, leave one of both out")
         if self.task == "regression" and self.likelihood == "categorical":
             raise ConfigError("likelihood = categorical needs task = classification: use gaussian for regression")
 
@@ -336,25 +335,33 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
             raise ConfigError(f"a configuration value has the wrong type: {error}") from None
 
     def identity(self) -> dict[str, Any]:
-        """All that digests and fingerprints count: :meth:`as_dict` with the values that retired options had."""
-        return self.as_dict() | {name: value[self.granularity] for name, value in RETIRED.items()}
+        """All that digests and fingerprints count: :meth:`as_dict` with the values that retired options had.
+
+        Options of a teacher count where there is one, so that runs without keep the names they had before.
+        """
+        values = self.as_dict() | {name: value[self.granularity] for name, value in RETIRED.items()}
+        taught = self.teacher != "off"
+        return {name: value for name, value in values.items() if taught or not name.startswith("teacher")}
 
 
-def _both(value: float) -> dict[str, float]:
+def _both(value: Any) -> dict[str, Any]:
     return {"channel": value, "weight": value}
 
 
-RETIRED: Mapping[str, Mapping[str, float]] = {
+RETIRED: Mapping[str, Mapping[str, Any]] = {
     "jitter": _both(0.1),
     "gate_logit": _both(3.0),
     "lr_scales": _both(0.01),
     "tau_start": _both(1.0),
     "tau_end": _both(0.1),
     "polarization": _both(1.2),
+    "mean_weight": _both(0.0),
+    "prior_strength": _both("bayes"),
+    "slab_decay": _both(False),
     "dual_step": {"channel": 0.02, "weight": 0.2},
     "gap_penalty": {"channel": 10.0, "weight": 50.0},
 }
-"""Options of version 0.1.0 that no published run had changed, by granularity: constants today, where they are used."""
+"""Options of version 0.1.0 that no published table had changed, by granularity: constants today."""
 
 
 def check_retired(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -363,7 +370,7 @@ def check_retired(values: Mapping[str, Any]) -> dict[str, Any]:
     for name in RETIRED.keys() & values.keys():
         constant = RETIRED[name][granularity if granularity in RETIRED[name] else "channel"]
         if values[name] not in (None, constant):
-            raise ConfigError(f"{name} = {values[name]} is no option any more, it is always {constant:g}: remove it")
+            raise ConfigError(f"{name} = {values[name]} is no option any more, it is always {constant}: remove it")
     return {name: value for name, value in values.items() if name not in RETIRED}
 
 

@@ -25,12 +25,13 @@ from dllp.data import (
 from dllp.devices.device import check_repeatable, find_device
 from dllp.devices.mesh import Place
 from dllp.devices.ranks import Ranks
-from dllp.errors import DataError, StructureError, first_line
+from dllp.errors import ConfigError, DataError, StructureError, first_line
 from dllp.structure.groups import Structure, discover
 from dllp.structure.slicing import copied
 from dllp.structure.trace import check_network, isolated, misfit
 from dllp.training.gating import ChannelGating, FilterFn, WeightGating
 from dllp.training.particles import Particles
+from dllp.training.teacher import Teacher
 
 Data = DataLoader[Any] | tuple[Any, Any] | ArrayData | StreamedData | Dataset | str | os.PathLike[str]
 Source = Batches | LoaderBatches | StreamBatches
@@ -215,3 +216,17 @@ def make_gating(
     keep = config.keep_params or config.keep_flops
     gating.select(torch.zeros(gating.units), "params" if config.keep_params else "flops", keep)
     return gating
+
+
+def make_teacher(
+    model: nn.Module, other: nn.Module | None, config: Config, device: torch.device, example: Tensor
+) -> Teacher | None:
+    """The network that teaches a run, `model` itself or another one in its place; None where no network does."""
+    if config.teacher != "given":
+        if other is not None:
+            raise ConfigError(f"a teacher is handed over, but teacher = {config.teacher}: use Config(teacher='given')")
+        return None
+    teacher = Teacher(model if other is None else other, config, device)
+    if other is not None:
+        teacher.check(example, _outputs(model, example, training=False)[0].numel())
+    return teacher

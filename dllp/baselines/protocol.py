@@ -25,7 +25,7 @@ from dllp.structure.slicing import Recipe
 from dllp.training.gating import ChannelGating, Scales, WeightGating, channel_scales
 from dllp.training.particles import Particles
 
-PRIOR_SETTINGS = ("prior", "prior_scale", "slab_decay")
+PRIOR_SETTINGS = ("prior", "prior_scale")
 """Settings of DLLP's own prior, which no other method has."""
 Gradient = Callable[[Tensor], Tensor]
 """(n, P) rows -> (n, P): gradient of a penalty."""

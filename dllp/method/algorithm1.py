@@ -49,7 +49,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Settings:
-    """Constants of a run. `strength` is 1/N, or less where the prior is tempered; `leverage` is the budget's."""
+    """Constants of a run. `strength` is 1/N, the prior's weight beside the mean likelihood; `leverage` the budget's."""
 
     num_data: int
     beta: float
@@ -60,13 +60,13 @@ class Settings:
     strength: float
     momentum: float
     weight_decay: float
-    slab_decay: bool
     budget: bool
     sparsity: float
     gap_penalty: float
     dual_step: float
     leverage: float
-    mean_weight: float
+    teacher_weight: float
+    teacher_temperature: float
 
 
 @dataclass
@@ -143,20 +143,26 @@ def stein_direction(
 
 def step(
     state: State, network: Network, c: Settings, x: Tensor, y: Tensor, z: list[Tensor], *, lr: float, ramp: float,
-    soft: bool,
+    soft: bool, teacher: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """One update of every particle from a batch (x, y), given its gates z (relaxed where `soft`)."""
+    """One update of every particle from a batch (x, y), given its gates z (relaxed where `soft`).
+
+    `teacher` (B, C) holds the logits of a network that teaches; n > 1 particles without one are taught by their mean.
+    """
     n, discrete = len(state.weights), state.keep is not None
     free = [{name: w.clone().requires_grad_() for name, w in theta.items()} for theta in state.weights]
     outputs = [network.forward(theta, x, gate) for theta, gate in zip(free, z, strict=True)]
-    mean = torch.stack([output.softmax(1) for output in outputs]).mean(0).detach()
-    twin = c.mean_weight if n > 1 else 0.0
+    temperature = c.teacher_temperature
+    teachers = outputs if teacher is None else [teacher]
+    taught = torch.stack([(output / temperature).softmax(1) for output in teachers]).mean(0).detach()
+    weight = c.teacher_weight if n > 1 or teacher is not None else 0.0
     losses, scores, spikes = [], [], []
     total, noise = torch.zeros((), dtype=x.dtype), torch.zeros((), dtype=x.dtype)
     gaps = torch.zeros(n, dtype=x.dtype)
     for i, (theta, output) in enumerate(zip(free, outputs, strict=True)):
         names = list(theta.values())
-        loss = (1 - twin) * F.cross_entropy(output, y) - twin * (mean * output.log_softmax(1)).sum(1).mean()
+        imitation = -(temperature**2) * (taught * (output / temperature).log_softmax(1)).sum(1).mean()
+        loss = (1 - weight) * F.cross_entropy(output, y) + weight * imitation
         gaussian = log_likelihood(output, y, state.log_d[i])
         likelihood = gaussian if c.likelihood == "gaussian" else -loss
         losses.append(_gradients(loss, names))
@@ -222,8 +228,6 @@ def _update(
             shrinkage = c.weight_decay * theta[name]
             if name in network.ruled and state.keep is None:
                 shrinkage = torch.zeros_like(theta[name])
-            elif name in network.ruled and c.slab_decay:
-                shrinkage = _slab_pull(state, network, c, i)[name]
             change = losses[i][k] - c.beta * phi[i][k] + shrinkage
             change = change if part is None else change * part[name]
             state.velocity[i][name] = c.momentum * state.velocity[i][name] + change
@@ -246,16 +250,6 @@ def _directions(
     rows = torch.cat([stein_direction(a, b, c.num_data, c.bandwidth, least) for a, b in parts], 1)
     sizes = [shape.numel() for shape in shapes]
     return [[v.view(shape) for v, shape in zip(row.split(sizes), shapes, strict=True)] for row in rows]
-
-
-def _slab_pull(state: State, network: Network, c: Settings, i: int) -> Weights:
-    """Gradient of the slab's -log N(scale; 0, lambda^-2) times beta / (n N): what is left of the prior at the end."""
-    theta = {name: w.clone().requires_grad_() for name, w in state.weights[i].items()}
-    slab = _at_units(state.log_slab[i].detach(), network).exp()
-    energy = -Normal(torch.zeros_like(slab), 1 / slab).log_prob(network.scales(theta)).sum()
-    pulls = torch.autograd.grad(energy, [theta[name] for name in network.ruled])
-    share = c.beta * c.strength / len(state.weights)
-    return {name: share * pull for name, pull in zip(network.ruled, pulls, strict=True)}
 
 
 def _at_units(values: Tensor, network: Network) -> Tensor:

@@ -24,9 +24,15 @@ def task_loss(outputs: Tensor, targets: Tensor, task: Task) -> Tensor:
     return residuals(outputs, targets, task).square().mean()
 
 
-def twin_loss(outputs: Tensor, mean_prediction: Tensor) -> Tensor:
-    """(B, C) logits, (B, C) mean probabilities -> cross-entropy to the particles' mean, which takes no gradient."""
-    return -(mean_prediction * F.log_softmax(outputs, dim=1)).sum(1).mean()
+def teacher_loss(outputs: Tensor, taught: Tensor, task: Task, temperature: float) -> Tensor:
+    """(B, C) outputs -> T^2 times the cross-entropy to `taught` (B, C) probabilities; squared error of a regression.
+
+    T^2, because the gradient of softened logits is smaller by that: the weight of the teacher keeps its meaning.
+    """
+    if task == "regression":
+        return residuals(outputs, taught, task).square().mean()
+    softened = F.log_softmax(outputs / temperature, dim=1)
+    return -(temperature**2) * (taught * softened).sum(1).mean()
 
 
 def residuals(outputs: Tensor, targets: Tensor, task: Task) -> Tensor:

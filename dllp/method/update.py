@@ -28,7 +28,7 @@ def update_rows(
         scores: Of likelihood and prior; None where they are minus the gradients.
         weights: Of :func:`dllp.method.stein.pair_weights`; empty where particles do not interact.
         index: Blocks of the columns, of :func:`dllp.method.stein.block_index`.
-        decayed: (P,) bool, where weight decay acts; or (n, P), how much of `decay` acts on each weight.
+        decayed: (P,) bool, where weight decay acts.
         moving: (n, P) bool, False where a weight stands still.
         healthy: () bool; False changes nothing, so that a broken number cannot spread.
     """

@@ -176,7 +176,7 @@ def read(path: Path) -> dict[str, Any]:
             name = str(name).replace("-", "_")
             if name not in kinds and name not in RETIRED:
                 raise ConfigError(f"unknown name {name!r}{near(name, kinds)}")
-            found[name] = convert(name, value, kinds.get(name, float | None))
+            found[name] = convert(name, value, kinds[name]) if name in kinds else value
         found = check_retired(found)
         task, rest = split(found)
         task.config(rest)

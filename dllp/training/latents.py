@@ -56,8 +56,7 @@ class Latents:
         self.budget, self.target = config.budget
         self.spike = float(config.epsilon or 0)
         self.other = None if config.prior == SPIKE_AND_SLAB else replaced_prior(config)
-        gated = units if config.prior_strength == "tempered" else 1
-        self.strength = 1 / max(num_data, gated)
+        self.strength = 1 / num_data  # Bayes' own; the prior's weight is beta
         # the prior pushes a gate by beta / N, the budget by about 1 / U: it must be able to hold against it
         self.leverage = max(1.0, config.beta * self.strength * units)
 
@@ -98,29 +97,12 @@ class Latents:
         slab, spike = spike_and_slab.precision_parts(*terms)
         return self.strength * slab / scales.count, self.strength * spike / scales.count, terms
 
-    def shrinkage(self, rows: Tensor) -> tuple[Tensor, float]:
-        """`decayed` and `decay` of :func:`dllp.method.update.update_rows`: a weight has one shrinkage (Section 2).
-
-        Weight decay acts where no prior does: until the gates are discrete not on what they rule, then everywhere, or
-        there the slab's own.
-        """
-        decay, everywhere = self.config.weight_decay or 0.0, torch.ones_like(rows[0], dtype=torch.bool)
-        if self.gating is None:
-            return everywhere, decay
-        at = self.gating.scales.coordinates
-        if self.keep is None:
-            everywhere[at.flatten()] = False
-        elif self.config.slab_decay:
-            each = torch.full_like(rows, decay)
-            each[:, at] = self.slab_shrinkage()[..., None].expand(-1, *at.shape)
-            return each, 1.0
-        return everywhere, decay
-
-    def slab_shrinkage(self) -> Tensor:
-        """(n, U): beta lambda^2 / (n N), what remains of the prior once the spike is gone."""
-        scales = self._gating.scales
-        precision = scales.spread(2 * self.log_slab).exp() / scales.count
-        return self.config.beta * self.strength / self.place.particles * precision
+    def shrinkage(self, rows: Tensor) -> Tensor:
+        """(P,) bool, where weight decay acts: not on what the prior shrinks, until the gates are discrete (Section 2)."""
+        decayed = torch.ones_like(rows[0], dtype=torch.bool)
+        if self.gating is not None and self.keep is None:
+            decayed[self.gating.scales.coordinates.flatten()] = False
+        return decayed
 
     def gate_gradient(
         self, z: Tensor, through: Tensor, terms: PriorTerms | None, temperature: Tensor, ramp: Tensor

@@ -24,6 +24,7 @@ from dllp.training.forward import Forward
 from dllp.training.gating import ChannelGating, WeightGating
 from dllp.training.latents import Latents
 from dllp.training.particles import Particles
+from dllp.training.teacher import Teacher
 
 HEALTH_CHECK = 16
 """Steps between two looks at a CUDA device's health; a broken step changes no weight, so nothing is lost by waiting."""
@@ -38,16 +39,18 @@ class RunState:
         num_data: N, the labels of the training set, or the numbers that a regression observes.
         steps_per_epoch: With `config.epochs` it fixes what progress in [0, 1] means.
         place: Which of all particles these are, and which part of a batch they see; by default everything.
+        teacher: The network that teaches, where `config.teacher` is `given`.
     """
 
     def __init__(
         self, particles: Particles, gating: ChannelGating | WeightGating | None, config: Config, *,
-        num_data: int, steps_per_epoch: int, place: Place | None = None,
+        num_data: int, steps_per_epoch: int, place: Place | None = None, teacher: Teacher | None = None,
     ) -> None:  # fmt: skip
         rows, device = particles.rows, particles.device
         # what the run is made of
         self.particles, self.gating, self.config = particles, gating, config
         self.place = place or Place(len(particles))
+        self.teacher = teacher
         self.num_data, self.steps_per_epoch = num_data, steps_per_epoch
         self.total_steps = steps_per_epoch * config.epochs
         self.penalty: Callable[[Tensor], Tensor] | None = (
@@ -68,7 +71,7 @@ class RunState:
         self.random_states: dict[str, Tensor] = {}  # of PyTorch's own generators, where a run is resumed
         # what the decision changes
         self.moving = self.learnable.expand(len(rows), -1)  # (n, P): False where a weight stands still
-        self.decayed, self.decay = self.latents.shrinkage(rows)
+        self.decayed = self.latents.shrinkage(rows)
         # what one step leaves for the next, or for its readers
         self.gaussian = config.likelihood == "gaussian"
         self.scores = torch.zeros_like(rows if self.gaussian else rows[:, :0])
@@ -97,6 +100,12 @@ class RunState:
         if self.latents.keep is not None:
             return "discrete"
         return "open" if self.gating is None or step / self.total_steps < self.config.open_until else "soft"
+
+    @property
+    def taught(self) -> bool:
+        """True where a teacher takes part in the step that comes; one particle's own mean teaches nothing."""
+        present = self.teacher is not None or (self.config.teacher == "posterior" and self.place.particles > 1)
+        return present and self.progress >= self.config.teacher_from
 
     @property
     def epoch_ends(self) -> bool:

@@ -19,6 +19,7 @@ from dllp.method import likelihood, schedule, spike_and_slab, stein
 from dllp.method.update import correct_rows, score_of
 from dllp.training.gating import ChannelGating
 from dllp.training.state import RunState
+from dllp.training.teacher import mean_prediction
 
 # ---- before a step
 
@@ -54,7 +55,7 @@ def apply_decisions(state: RunState, keep: Tensor) -> None:
     moving = [gating.slab_coordinates(network, particles.layout, row) for network, row in pairs]
     state.hold(torch.stack(moving).to(particles.device))
     state.momentum *= state.moving
-    state.decayed, state.decay = state.latents.shrinkage(particles.rows)
+    state.decayed = state.latents.shrinkage(particles.rows)
     if isinstance(gating, ChannelGating):
         state.forward.slice(gating, keep, state.latents.logits)
 
@@ -114,14 +115,14 @@ def _backward_part(
     """Losses, hits and noise gradients (n,) and the gates' gradients (n, U) of a part of a batch, by its weight."""
     c, forward = state.config, state.forward
     gated = state.phase != "open"
-    together = c.task == "classification" and state.place.particles > 1 and c.mean_weight > 0
+    together = state.taught and state.teacher is None
     share = state.share * weight
 
     def outputs_of(i: int) -> Tensor:
         return forward(i, x, leaves[i] if gated else None)
 
     ready = forward.each(outputs_of) if together else []
-    mean = _mean_prediction(state, ready) if together else None
+    taught = _teaching(state, x, ready)
 
     def work(i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         output, log_d = _split(state, ready[i] if together else outputs_of(i))
@@ -130,8 +131,9 @@ def _backward_part(
         leaf = leaves[i : i + 1] if leaves[i].requires_grad else []
         extra = _likelihood_scores(state, i, residual, leaf, share, add) if state.gaussian else None
         total = loss
-        if mean is not None:
-            total = (1 - c.mean_weight) * loss + c.mean_weight * likelihood.twin_loss(output, mean)
+        if taught is not None:
+            imitation = likelihood.teacher_loss(output, taught, c.task, c.teacher_temperature)
+            total = (1 - c.teacher_weight) * loss + c.teacher_weight * imitation
         if log_d is not None:
             total = total + c.beta * likelihood.head_loss(residual, log_d)
         found = state.particles.differentiate(i, _scaled(total, share), *leaf, add=add)
@@ -162,11 +164,11 @@ def _split(state: RunState, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
     return likelihood.split_noise(outputs) if state.config.noise == "input" else (outputs, None)
 
 
-def _mean_prediction(state: RunState, outputs: Sequence[Tensor]) -> Tensor:
-    """n times (B, C) logits -> (B, C) mean probabilities of all particles, other processes' too, without gradient."""
-    mean = torch.stack([_split(state, output)[0].detach().softmax(1) for output in outputs]).mean(0)
-    rows = state.place.rows
-    return mean if rows.size == 1 else rows.all_reduce_(mean / rows.size)
+def _teaching(state: RunState, x: Tensor, outputs: Sequence[Tensor]) -> Tensor | None:
+    """(B, C): the teacher's predictions for a batch, of all particles together where those teach; None without."""
+    if not state.taught:
+        return None
+    return mean_prediction(outputs, state.config, state.place.rows) if state.teacher is None else state.teacher(x)
 
 
 def _likelihood_scores(
@@ -214,7 +216,7 @@ def _advance(state: RunState) -> None:
         weights = stein.pair_weights(rows, **_kernel(state, len(rows)))
     state.update(
         rows, gradients, state.momentum, scores, weights, index, state.decayed, state.moving, state.knobs[0],
-        state.healthy, state.decay, 0.0 if state.gating is None else c.beta, c.momentum,
+        state.healthy, c.weight_decay or 0.0, 0.0 if state.gating is None else c.beta, c.momentum,
     )  # fmt: skip
 
 

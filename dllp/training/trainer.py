@@ -73,7 +73,7 @@ def train_epoch(state: RunState, capture: Capture, epoch: int, batches: Batches,
     for whole in batches.epoch(epoch, state.step_index % state.steps_per_epoch):
         x, y, state.share = state.place.shard(*whole)
         prepare(state, x)
-        capture(x, y, key=state.phase)
+        capture(x, y, key=f"{state.phase} taught" if state.taught else state.phase)
         state.recent.append((state.step_index, x, y))
         state.step_index += 1
         recent = state.recent

@@ -93,7 +93,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("blocks", {"likelihood": "gaussian"}),
     ("chain", {}),
-    ("odd", {"granularity": "weight", "likelihood": "gaussian", "mean_weight": 0.5}),
+    ("odd", {"granularity": "weight", "likelihood": "gaussian", "teacher": "posterior"}),
     ("odd", {"precision": "bfloat16", "accumulate": 2}),
 ]
 

@@ -56,7 +56,7 @@ def test_the_budget_is_met_and_the_ramp_followed(granularity: str, budget: str) 
     goal: dict[str, Any] = {"keep_flops": None, budget: target}
     config = quick(
         granularity=granularity, gate_linear=True, epochs=30, discrete_at=0.8, ramp_until=0.6, batch_size=32,
-        prior_strength="tempered", lr_gates=0.3, **goal,
+        lr_gates=0.3, **goal,
     )  # fmt: skip
     gaps: list[float] = []
 

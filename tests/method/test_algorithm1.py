@@ -18,6 +18,7 @@ from dllp.method.update import compiled_update, correct_rows, update_rows
 from dllp.prepare import make_gating
 from dllp.training.particles import Particles
 from dllp.training.state import RunState
+from dllp.training.teacher import Teacher
 from dllp.training.trainer import train
 from tests.support.naive_training import Reference
 from tests.support.particles import intact
@@ -34,13 +35,14 @@ from tests.support.tiny import (
 )
 
 
-def compare(config: Config, n: int, steps: int, lane: int = 1) -> RunState:
+def compare(config: Config, n: int, steps: int, lane: int = 1, teacher: nn.Module | None = None) -> RunState:
     """Run state and reference side by side; after every step all that they know must agree."""
     networks, batches = tiny_networks(n), tiny_batches(steps)
-    reference = Reference(copy.deepcopy(networks), config)
+    reference = Reference(copy.deepcopy(networks), config, teacher)
     particles = Particles(networks)
     gating = make_gating(networks[0], tiny_structure(), particles, config, None)
-    state = RunState(particles, gating, config, num_data=NUM_DATA, steps_per_epoch=steps)
+    master = Teacher(teacher, config, particles.device) if teacher is not None else None
+    state = RunState(particles, gating, config, num_data=NUM_DATA, steps_per_epoch=steps, teacher=master)
     state.forward.lane = lane
     close = {"rtol": 1e-9, "atol": 1e-11}
 
@@ -96,34 +98,34 @@ def test_the_log_prior_of_a_run_is_the_sum_of_equation_10_over_its_units(granula
 
 # every pair of options meets in some row
 CASES = [
-    (1, "categorical", "channel", "open", "median", "module", "bayes"),
-    (1, "gaussian", "channel", "soft", "median", "all", "tempered"),
-    (1, "categorical", "weight", "soft", "paper", "module", "bayes"),
-    (1, "gaussian", "weight", "open", "median", "coordinate", "tempered"),
-    (2, "categorical", "channel", "soft", "median", "module", "bayes"),
-    (2, "categorical", "channel", "soft", "paper", "all", "tempered"),
-    (2, "categorical", "channel", "open", "paper", "coordinate", "bayes"),
-    (2, "gaussian", "channel", "soft", "median", "module", "tempered"),
-    (2, "gaussian", "channel", "open", "median", "all", "bayes"),
-    (2, "categorical", "weight", "soft", "median", "all", "bayes"),
-    (2, "categorical", "weight", "open", "median", "module", "tempered"),
-    (2, "gaussian", "weight", "soft", "paper", "module", "bayes"),
-    (2, "gaussian", "weight", "soft", "median", "coordinate", "bayes"),
-    (3, "categorical", "channel", "soft", "median", "coordinate", "bayes"),
-    (3, "gaussian", "channel", "soft", "median", "module", "bayes"),
-    (3, "gaussian", "channel", "open", "paper", "module", "tempered"),
-    (3, "categorical", "weight", "soft", "median", "module", "tempered"),
-    (3, "gaussian", "weight", "open", "median", "all", "bayes"),
+    (1, "categorical", "channel", "open", "median", "module"),
+    (1, "gaussian", "channel", "soft", "median", "all"),
+    (1, "categorical", "weight", "soft", "paper", "module"),
+    (1, "gaussian", "weight", "open", "median", "coordinate"),
+    (2, "categorical", "channel", "soft", "median", "module"),
+    (2, "categorical", "channel", "soft", "paper", "all"),
+    (2, "categorical", "channel", "open", "paper", "coordinate"),
+    (2, "gaussian", "channel", "soft", "median", "module"),
+    (2, "gaussian", "channel", "open", "median", "all"),
+    (2, "categorical", "weight", "soft", "median", "all"),
+    (2, "categorical", "weight", "open", "median", "module"),
+    (2, "gaussian", "weight", "soft", "paper", "module"),
+    (2, "gaussian", "weight", "soft", "median", "coordinate"),
+    (3, "categorical", "channel", "soft", "median", "coordinate"),
+    (3, "gaussian", "channel", "soft", "median", "module"),
+    (3, "gaussian", "channel", "open", "paper", "module"),
+    (3, "categorical", "weight", "soft", "median", "module"),
+    (3, "gaussian", "weight", "open", "median", "all"),
 ]
 
 
-@pytest.mark.parametrize(("n", "likelihood", "granularity", "phase", "bandwidth", "blocks", "strength"), CASES)
+@pytest.mark.parametrize(("n", "likelihood", "granularity", "phase", "bandwidth", "blocks"), CASES)
 def test_steps_equal_the_naive_reference(
-    n: int, likelihood: str, granularity: str, phase: str, bandwidth: str, blocks: str, strength: str
+    n: int, likelihood: str, granularity: str, phase: str, bandwidth: str, blocks: str
 ) -> None:
     config = tiny_config(
         particles=n, likelihood=likelihood, granularity=granularity, bandwidth=bandwidth, blocks=blocks,
-        prior_strength=strength, **PHASES[phase],
+        **PHASES[phase],
     )  # fmt: skip
     compare(config, n, steps=3)
 
@@ -140,7 +142,17 @@ def test_sparsity_replaces_the_budget_where_there_is_none() -> None:
 
 @pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
 def test_particles_that_learn_from_their_mean(likelihood: str) -> None:
-    compare(tiny_config(mean_weight=0.4, likelihood=likelihood, particles=2, **PHASES["soft"]), 2, steps=3)
+    taught: dict[str, Any] = {"teacher": "posterior", "teacher_weight": 0.4, "teacher_temperature": 1.5}
+    compare(tiny_config(likelihood=likelihood, particles=2, **taught, **PHASES["soft"]), 2, steps=3)
+
+
+@pytest.mark.parametrize("begin", [0.0, 0.5])
+@pytest.mark.parametrize(("likelihood", "granularity"), [("categorical", "channel"), ("gaussian", "weight")])
+def test_particles_that_learn_from_a_given_network(likelihood: str, granularity: str, begin: float) -> None:
+    """In every phase, from the first step or from a later one on."""
+    taught: dict[str, Any] = {"teacher": "given", "teacher_weight": 0.7, "teacher_from": begin}
+    config = tiny_config(likelihood=likelihood, granularity=granularity, particles=2, **taught, **PHASES["all"])
+    compare(config, 2, steps=10, teacher=tiny_networks(3)[2])
 
 
 @pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
@@ -157,14 +169,6 @@ def test_sliced_training_equals_masked_training(likelihood: str, granularity: st
         gated = state.gating.fold(dict(network.named_parameters()), z)  # type: ignore[union-attr]
         expected = torch.func.functional_call(copy.deepcopy(network).eval(), gated, (x,))
         torch.testing.assert_close(copy.deepcopy(part.network).eval()(x), expected, rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.parametrize("strength", ["bayes", "tempered"])
-@pytest.mark.parametrize("granularity", ["channel", "weight"])
-def test_the_slab_alone_remains_of_the_prior(granularity: str, strength: str) -> None:
-    """After the decision beta lambda^2 / (n N) for each module where gates ruled, and weight decay elsewhere."""
-    options: dict[str, Any] = dict(particles=2, granularity=granularity, weight_decay=0.02, prior_strength=strength)
-    compare(tiny_config(**options, slab_decay=True, **PHASES["all"]), 2, steps=10)
 
 
 @pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])

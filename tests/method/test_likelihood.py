@@ -85,18 +85,26 @@ def test_task_loss_of_a_regression_averages_examples_and_outputs(shape: tuple[in
         assert float(flat) == pytest.approx(by_hand, rel=1e-12)
 
 
-def test_twin_loss_is_least_at_the_mean_and_takes_its_gradient_in_the_outputs_only() -> None:
-    outputs = numbers(5, 3).requires_grad_()
-    mean = numbers(5, 3).softmax(1)
-    loss = likelihood.twin_loss(outputs, mean)
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_teacher_loss_is_least_where_both_agree_and_its_gradient_keeps_its_size(temperature: float) -> None:
+    outputs, taught = numbers(5, 3).requires_grad_(), numbers(5, 3)
+    soft = (taught / temperature).softmax(1)
+    loss = likelihood.teacher_loss(outputs, soft, "classification", temperature)
     (gradient,) = torch.autograd.grad(loss, outputs)
-    torch.testing.assert_close(gradient, (outputs.detach().softmax(1) - mean) / 5)
-    least = likelihood.twin_loss(mean.log(), mean)
-    assert float(least) == pytest.approx(float(torch.special.entr(mean).sum(1).mean()), rel=1e-12)
-    assert float(loss.detach()) > float(least)
-    sure = F.one_hot(torch.tensor([0, 1, 2, 0, 1]), 3).double()
-    hard = likelihood.task_loss(outputs, sure.argmax(1), "classification")
-    torch.testing.assert_close(likelihood.twin_loss(outputs, sure), hard)
+    expected = temperature * ((outputs.detach() / temperature).softmax(1) - soft) / 5
+    torch.testing.assert_close(gradient, expected)
+    least = likelihood.teacher_loss(taught, soft, "classification", temperature)
+    entropy = temperature**2 * float(torch.special.entr(soft).sum(1).mean())
+    assert float(least) == pytest.approx(entropy, rel=1e-12) and float(loss.detach()) > float(least)
+
+
+def test_teacher_loss_to_certain_predictions_is_the_task_loss() -> None:
+    outputs, labels = numbers(5, 3), torch.tensor([0, 1, 2, 0, 1])
+    sure = F.one_hot(labels, 3).double()
+    hard = likelihood.task_loss(outputs, labels, "classification")
+    torch.testing.assert_close(likelihood.teacher_loss(outputs, sure, "classification", 1.0), hard)
+    squared = likelihood.teacher_loss(outputs, sure, "regression", 3.0)
+    torch.testing.assert_close(squared, (outputs - sure).square().mean())
 
 
 def test_budget_energy_pulls_towards_the_ramp_from_both_sides() -> None:

@@ -29,6 +29,7 @@ from dllp.structure.groups import discover
 from dllp.training.particles import Particles
 from dllp.training.snapshot import Snapshot, snapshot
 from dllp.training.state import RunState
+from dllp.training.teacher import Teacher
 from dllp.training.trainer import train
 from tests.support import pictures
 from tests.support.commands import ENVIRONMENT
@@ -43,11 +44,11 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "norms": {"norms": True, "sync_batch_norm": True},
     "weight": {"granularity": "weight", "keep_flops": None, "keep_params": 0.5, "likelihood": "gaussian"},
-    "mean": {"mean_weight": 0.5, "blocks": "all", "bandwidth": 3.0},
-    "coordinate": {"blocks": "coordinate", "bandwidth": 3.0},
+    "mean": {"teacher": "posterior", "blocks": "all", "bandwidth": 3.0},
+    "coordinate": {"blocks": "coordinate", "bandwidth": 3.0, "teacher": "given"},
     "uneven": {"norms": True, "sync_batch_norm": True, "batch": 11, "likelihood": "gaussian"},
     "four": {"particles": 4},
-    "parts": {"accumulate": 3, "batch": 11, "likelihood": "gaussian", "mean_weight": 0.5},
+    "parts": {"accumulate": 3, "batch": 11, "likelihood": "gaussian", "teacher": "posterior"},
     "again": {"norms": True, "sync_batch_norm": True, "recompute": True},
     "streamed": {"epochs": 10, "batch": 11, "source": "stream"},
 }
@@ -107,7 +108,9 @@ def build(
     torch.set_default_dtype(torch.float64)
     gating = make_gating(model, structure, particles, config, None)
     torch.set_default_dtype(torch.float32)
-    return RunState(particles, gating, config, num_data=40, steps_per_epoch=data.steps, place=place), data
+    teacher = Teacher(model, config, torch.device("cpu")) if config.teacher == "given" else None
+    sizes = {"num_data": 40, "steps_per_epoch": data.steps}
+    return RunState(particles, gating, config, **sizes, place=place, teacher=teacher), data
 
 
 def run(case: str, parallel: str, ranks: Ranks | None = None) -> tuple[Snapshot, float]:

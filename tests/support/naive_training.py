@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +19,8 @@ from tests.support.tiny import CONVOLUTIONS, NUM_DATA, SCALES, expected_flops, e
 class Reference:
     """Algorithm 1 as it is specified, from the networks' present weights on."""
 
-    def __init__(self, networks: list[nn.Module], config: Config) -> None:
-        self.config, granularity = config, config.granularity
+    def __init__(self, networks: list[nn.Module], config: Config, teacher: nn.Module | None = None) -> None:
+        self.config, self.teacher, granularity = config, teacher, config.granularity
         weights = [{k: v.detach().clone() for k, v in network.named_parameters()} for network in networks]
         units = (4, 5) if granularity == "channel" else tuple(weights[0][k].numel() for k in CONVOLUTIONS)
         n, gates = len(networks), sum(units)
@@ -40,9 +42,9 @@ class Reference:
             slab_part=lambda theta, keep: kept_coordinates(theta, keep, granularity),
             blocks=blocks(weights[0], config.blocks),
         )
-        strength = 1 / max(NUM_DATA, gates if config.prior_strength == "tempered" else 1)
-        names = ("beta", "epsilon", "slab_bounds", "likelihood", "bandwidth", "momentum", "weight_decay", "slab_decay",
-                 "mean_weight")  # fmt: skip
+        strength = 1 / NUM_DATA
+        names = ("beta", "epsilon", "slab_bounds", "likelihood", "bandwidth", "momentum", "weight_decay",
+                 "teacher_weight", "teacher_temperature")  # fmt: skip
         self.settings = algorithm1.Settings(
             num_data=NUM_DATA, strength=strength, leverage=max(1.0, config.beta * strength * gates),
             gap_penalty=budget.GAP_PENALTY[granularity], dual_step=budget.DUAL_STEP[granularity],
@@ -74,7 +76,10 @@ class Reference:
         tau = schedule.temperature(progress, start=1.0, end=0.1, until=c.discrete_at)
         ramp = schedule.budget_ramp(progress, target=c.keep_flops or 1, begin=c.open_until, until=c.ramp_until)
         z = self.gates(soft, tau)
-        algorithm1.step(self.state, self.network, self.settings, x, y, z, lr=lr, ramp=ramp, soft=soft)
+        taught = c.teacher != "off" and progress >= c.teacher_from
+        settings = self.settings if taught else replace(self.settings, teacher_weight=0.0)
+        logits = None if self.teacher is None else copy.deepcopy(self.teacher).eval()(x).detach()
+        algorithm1.step(self.state, self.network, settings, x, y, z, lr=lr, ramp=ramp, soft=soft, teacher=logits)
 
 
 def blocks(theta: algorithm1.Weights, kind: str) -> tuple[int, ...]:

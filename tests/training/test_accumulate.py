@@ -58,7 +58,7 @@ def ended(**options: Any) -> Snapshot:
 CASES: dict[str, dict[str, Any]] = {
     "gaussian": {"likelihood": "gaussian"},
     "weight": {"granularity": "weight", "keep_flops": None, "keep_params": 0.5, "likelihood": "gaussian"},
-    "mean": {"mean_weight": 0.5},
+    "mean": {"teacher": "posterior"},
     "noise": {"noise": "input", "likelihood": "gaussian"},
     "regression": {"task": "regression", "particles": 1},
 }

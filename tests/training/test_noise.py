@@ -162,8 +162,8 @@ def test_the_command_gives_networks_one_output_more(tmp_path: Path) -> None:
         "128",
         "--keep-flops",
         "0.5",
-        "--mean-weight",
-        "0.2",
+        "--teacher",
+        "posterior",
         "--no-dense",
     ]
     out = str(tmp_path / "run")

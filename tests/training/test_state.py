@@ -84,9 +84,9 @@ def stopped(folder: Path, step: int, verb: Any, model: nn.Module, data: Any, con
     "options",
     [
         {},
-        {"granularity": "weight", "keep_flops": None, "keep_params": 0.6, "slab_decay": True},
+        {"granularity": "weight", "keep_flops": None, "keep_params": 0.6, "teacher": "given"},
         {"likelihood": "gaussian", "keep_flops": None, "sparsity": 0.1, "particles": 1},
-        {"init": "fresh", "mean_weight": 0.5, "patience": 1},
+        {"init": "fresh", "teacher": "posterior", "patience": 1},
     ],
     ids=["channel", "weight", "gaussian", "fresh"],
 )
