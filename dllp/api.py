@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from dllp.devices.mesh import Place
 from dllp.devices.ranks import Ranks
 from dllp.errors import ConfigError, NumericsError, StructureError
 from dllp.posterior import Posterior, posterior_of
-from dllp.prepare import Data, Source, check_parts, make_gating, make_teacher, prepare
+from dllp.prepare import Data, Source, check_parts, evaluation_batches, make_gating, make_teacher, prepare
 from dllp.records import ExtractedParticle, Size
 from dllp.runs import result as stored
 from dllp.runs.checkpoints import Checkpoints, State
@@ -127,6 +127,7 @@ def prune(
     checkpoints: Checkpoints | None = None,
     ranks: Ranks | None = None,
     teacher: nn.Module | None = None,
+    validation: Data | None = None,
 ) -> Result:
     """Prune a network by DLLP in one training run; `model` itself is left as it was.
 
@@ -144,6 +145,8 @@ def prune(
         ranks: The processes that share the run, from :func:`dllp.devices.ranks.joined`: all call this, with the same
             arguments, and all get the same result; `config.parallel` says what they share.
         teacher: A network with the same outputs that teaches in place of `model` where `config.teacher` is `given`.
+        validation: Data to measure on just before the gates are decided, just after, and at the end
+            (`result.info["moments"]`); no step sees it. Of a data set by name its test set.
     """
     config, ranks = _resolved(config, checkpoints), ranks or Ranks()
     if config.prior != SPIKE_AND_SLAB and config.budget[1] is None and not config.sparsity:
@@ -157,11 +160,14 @@ def prune(
         raise StructureError(f"the network has no channels that can be pruned ({reasons}): {WEIGHTS_INSTEAD}")
     place = _placed(ranks, config, batches, model, example)
     master = make_teacher(model, teacher, config, batches.device, example)
+    measured = None if validation is None else evaluation_batches(validation, batches.device)
 
     def build(place: Place) -> RunState:
         particles = Particles.start(model, config, batches.device, place.own)
         gating = make_gating(model, structure, particles, config, filter_fn)
-        return _start(particles, gating, config, batches, place, master)
+        state = _start(particles, gating, config, batches, place, master)
+        state.validation = measured
+        return state
 
     return _collect(_train(build, place, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
 
@@ -332,7 +338,7 @@ def _collect(state: RunState, structure: Structure, example: Tensor) -> Result:
         },
         widths=widths,
         whole=dict(structure.whole if gating is None else gating.whole),
-        info=environment(state.particles.device) | _log_prior(state),
+        info=environment(state.particles.device) | _log_prior(state) | {"moments": [asdict(m) for m in state.moments]},
     )
 
 

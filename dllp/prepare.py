@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -99,6 +100,26 @@ def as_batches(data: Data, config: Config, device: torch.device) -> Source:
         raise DataError(f"data of type {type(data).__name__} cannot be used: give a DataLoader or a pair of tensors")
     validate(data)
     return Batches(data, config.batch_size, config.seed, device, channels_last, integers=True)
+
+
+def evaluation_batches(data: Data, device: torch.device) -> Callable[[], Iterator[tuple[Tensor, Tensor]]]:
+    """The user's data as inputs and labels on the device, as they are evaluated: not augmented, in their own order."""
+    if isinstance(data, str | os.PathLike):
+        data = load(os.fsdecode(data))
+    split = data.test if isinstance(data, Dataset) else data
+    split = split.decoded() if isinstance(split, StreamedData) else split
+    split = from_pair(*split, integers=True) if isinstance(split, tuple) else split
+
+    def walk() -> Iterator[tuple[Tensor, Tensor]]:
+        if isinstance(split, DataLoader):
+            yield from ((x.to(device), y.to(device)) for x, y in split)
+            return
+        done = 0
+        for x in split.parts():
+            yield x.to(device), split.y[done : done + len(x)].to(device)
+            done += len(x)
+
+    return walk
 
 
 def example_of(batches: Source) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 Phase = Literal["open", "soft", "discrete"]
+MomentName = Literal["before", "after", "end"]
 Recipe = dict[str, dict[str, list[int]]]
 """Kept channels of each module, by side: what cuts a fresh instance of the network to the same shape."""
 GATE_BINS = 10
@@ -41,6 +42,26 @@ class EpochRecord:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Measurements at one moment of a run; lists have one entry for each particle.
+
+    Attributes:
+        name: `before` and `after` the gates are decided, or the `end`.
+        step: Steps taken until then.
+        shapes: Of the kept weights: their number, near-zero ratio, KS distance to their Gaussian, p-value of one mode.
+        accuracy, nll: On data that was handed over for it; of a regression `nll` is the mean squared error.
+        ensemble: Accuracy and negative log-likelihood of the mean prediction.
+    """
+
+    name: MomentName
+    step: int
+    shapes: list[dict[str, Any] | None]
+    accuracy: list[float] | None = None
+    nll: list[float] | None = None
+    ensemble: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from dllp.devices import fuse, recompute
 from dllp.devices.device import cast_like_autocast
 from dllp.devices.mesh import Axis
 from dllp.devices.sync_batch_norm import synchronise
+from dllp.posterior import evaluating
 from dllp.structure.slicing import Fold
 from dllp.structure.trace import explained
 from dllp.training.gating import ChannelGating, WeightGating
@@ -70,7 +71,15 @@ class Forward:
 
     def __call__(self, i: int, x: Tensor, gates: Tensor | None) -> Tensor:
         """(B, ...) inputs and particle i's gates (U,) -> (B, C) outputs; without gates all are open."""
-        network = self.networks[i]
+        return self._call(self.networks[i], i, x, gates)
+
+    def evaluate(self, i: int, x: Tensor, gates: Tensor | None) -> Tensor:
+        """The same in evaluation mode, without gradients and without fused norms."""
+        network = self.particles.active[i]
+        with torch.no_grad(), evaluating(network):
+            return self._call(network, i, x, gates)
+
+    def _call(self, network: nn.Module, i: int, x: Tensor, gates: Tensor | None) -> Tensor:
         bf16 = self.config.precision == "bfloat16"
         # cast weights must not be cached: a captured graph would keep the first step's
         autocast = torch.autocast(x.device.type, torch.bfloat16, enabled=bf16, cache_enabled=False)

@@ -98,7 +98,7 @@ class Latents:
         return self.strength * slab / scales.count, self.strength * spike / scales.count, terms
 
     def shrinkage(self, rows: Tensor) -> Tensor:
-        """(P,) bool, where weight decay acts: not on what the prior shrinks, until the gates are discrete (Section 2)."""
+        """(P,) bool, where weight decay acts: not on what the prior shrinks until gates are discrete (Section 2)."""
         decayed = torch.ones_like(rows[0], dtype=torch.bool)
         if self.gating is not None and self.keep is None:
             decayed[self.gating.scales.coordinates.flatten()] = False

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dllp.config import changeable, fits
 from dllp.errors import ArtifactError
-from dllp.records import EpochRecord
+from dllp.records import EpochRecord, Moment
 from dllp.training.state import RunState
 from dllp.training.step import apply_decisions
 
@@ -44,6 +44,7 @@ def begin_snapshot(state: RunState, found: dict[str, Tensor]) -> Callable[[], Sn
         "lr_scale": state.lr_scale,
         "patience": [state.best, state.waited],
         "history": [dict(vars(record)) for record in state.history],  # a closed record changes no more
+        "moments": [dict(vars(moment)) for moment in state.moments],
     }
 
     def finish() -> Snapshot:
@@ -103,6 +104,7 @@ def restore(state: RunState, saved: Snapshot) -> None:
         state.step_index, state.lr_scale = int(values["step"]), float(values["lr_scale"])
         state.best, state.waited = values["patience"]
         state.history = [EpochRecord(**record) for record in values["history"]]
+        state.moments = [Moment(**moment) for moment in values.get("moments", [])]  # none in files of 0.1.0
     except (LookupError, TypeError, ValueError, RuntimeError, AssertionError) as error:
         raise ArtifactError(f"the checkpoint does not fit the run: {error}") from None
 
@@ -116,11 +118,12 @@ def _check(state: RunState, tensors: dict[str, Tensor], values: dict[str, Any]) 
         raise ValueError("lr_scale is no positive number")
     if not fits(tuple(patience), tuple[float, int]):
         raise ValueError("patience is not a loss and a number of epochs")
-    hints = get_type_hints(EpochRecord)
-    for record in values["history"]:
-        for name, value in vars(EpochRecord(**record)).items():
-            if not fits(value, hints[name]):
-                raise ValueError(f"{name} in its history is of the wrong kind")
+    for kind, records in ((EpochRecord, values["history"]), (Moment, values.get("moments", []))):
+        hints = get_type_hints(kind)
+        for record in records:
+            for name, value in vars(kind(**record)).items():
+                if not fits(value, hints[name]):
+                    raise ValueError(f"{name} in its history is of the wrong kind")
     n = state.place.particles
     shapes = {"keep": (torch.uint8, torch.Size([n, state.latents.logits.shape[1]]))}
     states = {"random/gates": state.latents.generator.get_state(), "random/cpu": torch.get_rng_state()}

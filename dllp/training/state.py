@@ -10,7 +10,7 @@ Steps, snapshots, health checks and other methods of pruning are functions of th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from dllp.config import Config
 from dllp.devices.mesh import Mirror, Place
 from dllp.method import stein
 from dllp.method.update import compiled_update, update_rows
-from dllp.records import EpochRecord, Phase
+from dllp.records import EpochRecord, Moment, Phase
 from dllp.training.forward import Forward
 from dllp.training.gating import ChannelGating, WeightGating
 from dllp.training.latents import Latents
@@ -53,6 +53,7 @@ class RunState:
         self.teacher = teacher
         self.num_data, self.steps_per_epoch = num_data, steps_per_epoch
         self.total_steps = steps_per_epoch * config.epochs
+        self.validation: Callable[[], Iterator[tuple[Tensor, Tensor]]] | None = None  # measured on, never learned from
         self.penalty: Callable[[Tensor], Tensor] | None = (
             None  # (n, P) rows -> gradient of another method's regulariser
         )
@@ -67,6 +68,7 @@ class RunState:
         self.statistics = torch.zeros(2, len(rows), device=device, dtype=torch.float64)  # sums of loss and of hits
         self.step_index, self.lr_scale = 0, 1.0
         self.history: list[EpochRecord] = []
+        self.moments: list[Moment] = []
         self.best, self.waited = float("inf"), 0  # of the loss since the gates are discrete, for `patience`
         self.random_states: dict[str, Tensor] = {}  # of PyTorch's own generators, where a run is resumed
         # what the decision changes

@@ -18,6 +18,7 @@ from dllp.devices.mesh import Mirror
 from dllp.method import likelihood, schedule, spike_and_slab, stein
 from dllp.method.update import correct_rows, score_of
 from dllp.training.gating import ChannelGating
+from dllp.training.moments import measure
 from dllp.training.state import RunState
 from dllp.training.teacher import mean_prediction
 
@@ -42,7 +43,10 @@ def prepare(state: RunState, x: Tensor) -> None:
 
 def decide(state: RunState) -> None:
     """Decide the gates. From here on only the slab moves, and what remains of the prior is a weight decay on it."""
-    apply_decisions(state, state.latents.decide())
+    keep = state.latents.decide()
+    measure(state, "before", keep)
+    apply_decisions(state, keep)
+    measure(state, "after")
 
 
 def apply_decisions(state: RunState, keep: Tensor) -> None:

@@ -31,7 +31,7 @@ class Teacher:
     def __init__(self, network: nn.Module, config: Config, device: torch.device) -> None:
         self.network = copied(network).to(device).eval().requires_grad_(False)
         if device.type == "cuda":
-            self.network.to(memory_format=torch.channels_last)
+            self.network.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         self.config = config
 
     def check(self, example: Tensor, outputs: int) -> None:

@@ -16,6 +16,7 @@ from dllp.method import stein
 from dllp.method.update import score_of
 from dllp.records import EpochRecord
 from dllp.training import health
+from dllp.training.moments import measure
 from dllp.training.state import RunState
 from dllp.training.step import decide, prepare, step
 
@@ -55,6 +56,8 @@ def train(
     if state.gating is not None and state.latents.keep is None:
         decide(state)
     state.particles.finish()
+    if not any(moment.name == "end" for moment in state.moments):
+        measure(state, "end")
     return state.history
 
 
