@@ -10,9 +10,8 @@ from torch import nn
 
 from dllp.errors import ConfigError
 from dllp.structure.initialise import initialise, reinitialise
-from dllp.zoo.resnet import resnet20, resnet50, resnet56
-from dllp.zoo.small import mlp, small_cnn, small_resnet
-from dllp.zoo.vgg import vgg11_bn, vgg16_bn
+from dllp.zoo.plain import mlp, small_cnn, vgg11_bn, vgg16_bn
+from dllp.zoo.resnet import resnet20, resnet50, resnet56, small_resnet
 
 __all__ = ["build", "initialise", "names", "reinitialise"]
 

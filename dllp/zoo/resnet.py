@@ -1,8 +1,11 @@
-"""Residual networks: the CIFAR family (ResNet-20, -56) and ResNet-50 in its ImageNet form."""
+"""Residual networks: the CIFAR family (ResNet-8, -20, -56) and ResNet-50 in its ImageNet form."""
 
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, get_args
 
 from torch import Tensor, nn
@@ -57,9 +60,9 @@ class BasicBlock(nn.Module):
 class Bottleneck(nn.Module):
     """1x1, 3x3, 1x1 convolutions, the stride on the 3x3 (v1.5), beside an identity or projection."""
 
-    def __init__(self, in_channels: int, width: int, stride: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
-        out_channels = 4 * width
+        width = out_channels // 4
         self.conv1 = nn.Conv2d(in_channels, width, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.relu1 = nn.ReLU()
@@ -79,62 +82,49 @@ class Bottleneck(nn.Module):
         return self.relu3(self.bn3(self.conv3(out)) + self.shortcut(x))
 
 
-class CifarResNet(nn.Module):
+class _ResNet(nn.Sequential):
+    """Stem, `depths[i]` blocks in stage i, global pool and classifier.
+
+    A block is made from its numbers of input and output channels and its stride. The first stage gives `out` channels;
+    every later one gives twice as many as the stage before, and halves the sides of the images.
+    """
+
+    def __init__(
+        self, stem: dict[str, nn.Module], make: Callable[[int, int, int], nn.Module], channels: int, out: int,
+        depths: Sequence[int], num_classes: int,
+    ) -> None:  # fmt: skip
+        blocks: list[nn.Module] = []
+        for stage, depth in enumerate(depths):
+            for block in range(depth):
+                blocks.append(make(channels, out * 2**stage, 2 if stage and not block else 1))
+                channels = out * 2**stage
+        layers = OrderedDict(**stem, blocks=nn.Sequential(*blocks), pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten())
+        super().__init__(OrderedDict(layers, classifier=nn.Linear(channels, num_classes)))
+        initialise(self)
+
+
+class CifarResNet(_ResNet):
     """Three stages of `blocks` basic blocks each, `width`, 2 and 4 times `width` channels; depth 6 blocks + 2."""
 
     def __init__(
         self, blocks: int, num_classes: int, in_channels: int, shortcut: Shortcut = "zero-pad", width: int = 16
     ) -> None:
-        super().__init__()
         if shortcut not in get_args(Shortcut):
             raise ConfigError(f"shortcut = {shortcut!r} is unknown: choose zero-pad or projection")
-        self.conv = nn.Conv2d(in_channels, width, 3, padding=1, bias=False)
-        self.bn = nn.BatchNorm2d(width)
-        self.relu = nn.ReLU()
-        layers: list[nn.Module] = []
-        channels = width
-        for stage in range(3):
-            out = width * 2**stage
-            for block in range(blocks):
-                layers.append(BasicBlock(channels, out, 2 if stage and not block else 1, shortcut))
-                channels = out
-        self.blocks = nn.Sequential(*layers)
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.flatten = nn.Flatten()
-        self.classifier = nn.Linear(channels, num_classes)
-        initialise(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks(self.relu(self.bn(self.conv(x))))
-        return self.classifier(self.flatten(self.pool(x)))
+        conv = nn.Conv2d(in_channels, width, 3, padding=1, bias=False)
+        stem = {"conv": conv, "bn": nn.BatchNorm2d(width), "relu": nn.ReLU()}
+        super().__init__(stem, partial(BasicBlock, shortcut=shortcut), width, width, (blocks,) * 3, num_classes)
 
 
-class ImageNetResNet(nn.Module):
+class ImageNetResNet(_ResNet):
     """Bottleneck network: 7x7 stem, four stages of 64, 128, 256, 512 inner channels."""
 
-    def __init__(self, blocks: tuple[int, int, int, int], num_classes: int, in_channels: int) -> None:
-        super().__init__()
-        self.depths = blocks
-        self.conv = nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False)
-        self.bn = nn.BatchNorm2d(64)
-        self.relu = nn.ReLU()
-        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
-        layers: list[nn.Module] = []
-        channels = 64
-        for stage, count in enumerate(blocks):
-            width = 64 * 2**stage
-            for block in range(count):
-                layers.append(Bottleneck(channels, width, 2 if stage and not block else 1))
-                channels = 4 * width
-        self.blocks = nn.Sequential(*layers)
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.flatten = nn.Flatten()
-        self.classifier = nn.Linear(channels, num_classes)
-        initialise(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks(self.maxpool(self.relu(self.bn(self.conv(x)))))
-        return self.classifier(self.flatten(self.pool(x)))
+    def __init__(self, depths: tuple[int, int, int, int], num_classes: int, in_channels: int) -> None:
+        conv = nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False)
+        pool = nn.MaxPool2d(3, stride=2, padding=1)
+        stem = {"conv": conv, "bn": nn.BatchNorm2d(64), "relu": nn.ReLU(), "maxpool": pool}
+        super().__init__(stem, Bottleneck, 64, 256, depths, num_classes)
+        self.depths = depths
 
     def usual_name(self, name: str) -> str:
         """Name of a tensor in torchvision's ResNet (conv1, layer2.0.downsample.0, fc) -> its name here."""
@@ -144,6 +134,11 @@ class ImageNetResNet(nn.Module):
             return f"blocks.{block}.{match[3].replace('downsample', 'shortcut')}"
         first, dot, rest = name.partition(".")
         return {"conv1": "conv", "bn1": "bn", "fc": "classifier"}.get(first, first) + dot + rest
+
+
+def small_resnet(num_classes: int = 10, in_channels: int = 3, shortcut: Shortcut = "projection") -> CifarResNet:
+    """ResNet-8: one basic block in each of three stages."""
+    return CifarResNet(1, num_classes, in_channels, shortcut)
 
 
 def resnet20(num_classes: int = 10, in_channels: int = 3, shortcut: Shortcut = "zero-pad") -> CifarResNet:

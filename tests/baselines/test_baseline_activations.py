@@ -9,7 +9,7 @@ from torch import nn
 from dllp.baselines import METHODS, cp, run, samples, thinet
 from dllp.config import Config
 from dllp.structure.slicing import cut
-from dllp.zoo.small import small_cnn
+from dllp.zoo import small_cnn
 from tests.support.oracles import normal
 from tests.support.short_runs import DIGITS
 

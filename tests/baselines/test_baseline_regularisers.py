@@ -23,7 +23,7 @@ from dllp.baselines.sss import SparseStructures
 from dllp.config import Config
 from dllp.errors import ConfigError
 from dllp.training.particles import Particles
-from dllp.zoo.small import small_cnn
+from dllp.zoo import small_cnn
 from tests.support.oracles import normal
 from tests.support.short_runs import DIGITS, scene_of
 

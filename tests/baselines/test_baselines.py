@@ -20,7 +20,7 @@ from dllp.records import ExtractedParticle
 from dllp.structure.groups import discover
 from dllp.structure.slicing import Fold, cut
 from dllp.training.particles import Layout, kept_coordinates
-from dllp.zoo.small import small_cnn, small_resnet
+from dllp.zoo import small_cnn, small_resnet
 from paper.jobs import Job, Runner
 from tests.support.oracles import normal
 from tests.support.short_runs import DIGITS

@@ -13,7 +13,7 @@ from dllp.config import Config
 from dllp.structure.groups import discover
 from dllp.structure.padding import fill
 from dllp.structure.slicing import cut, kept_indices, recipe
-from dllp.zoo.small import small_cnn, small_resnet
+from dllp.zoo import small_cnn, small_resnet
 from tests.support.networks import FAMILIES
 from tests.support.short_runs import DIGITS
 

@@ -17,7 +17,7 @@ from dllp.cli.main import main
 from dllp.config import Config
 from dllp.evaluation.evaluate import CLEAN, OOD, Efficiency, Evaluation, Row
 from dllp.records import EpochRecord
-from dllp.zoo.small import small_cnn
+from dllp.zoo import small_cnn
 from tests.support.commands import FAST, one_line
 from tests.support.short_runs import DIGITS
 

@@ -15,7 +15,7 @@ import dllp
 from dllp.cli.main import main
 from dllp.errors import ConfigError
 from dllp.evaluation import weight_analysis
-from dllp.zoo.small import small_cnn
+from dllp.zoo import small_cnn
 from tests.support.commands import one_line
 
 

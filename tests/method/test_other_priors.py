@@ -24,7 +24,7 @@ from dllp.training.latents import replaced_prior
 from dllp.training.particles import Particles
 from dllp.training.state import RunState
 from dllp.training.trainer import train
-from dllp.zoo.small import small_cnn
+from dllp.zoo import small_cnn
 from tests.support.commands import one_line
 from tests.support.oracles import normal
 
