@@ -34,7 +34,7 @@ from PIL import Image
 
 from dllp.data import StreamBatches, StreamedData
 from dllp.data.sources import from_class_folders
-from dllp.data.stream import BatchOrder, read_batches
+from dllp.data.stream import batch_order, read_batches
 from dllp.data.unreadable import UnreadableImages
 
 CORES, BATCH = 2, 256
@@ -110,9 +110,8 @@ def measure(folder: Path, image_size: int, batches: int, rounds: int) -> dict[st
         pillow()  # files and processes are warm from here on
         for _ in range(rounds):
             turn = {"pillow": cost(pillow), "resized": cost(resized)}
-            turn["host"] = taken(
-                read_batches(data, BatchOrder(StreamBatches(data, BATCH, seed=0), 0, 0), finish=False), batches
-            )
+            requests = batch_order(data, BATCH, 0, slice(BATCH))
+            turn["host"] = taken(read_batches(data, requests, finish=False), batches)
             turn["whole"] = taken(endless(data, device), batches)
             turns.append(turn)
     count = {name: len(order) if name in ("pillow", "resized") else batches * BATCH for name in turns[0]}

@@ -22,7 +22,6 @@ from dllp.data.arrays import (
 )
 from dllp.data.cifar10 import Progress
 from dllp.data.loaders import LoaderBatches
-from dllp.data.reader import check_workers
 from dllp.data.stream import IN_MEMORY, StreamBatches, StreamedData
 from dllp.data.unreadable import MAX_BAD, Report, parse_fraction
 from dllp.devices.device import undisturbed
@@ -102,7 +101,8 @@ def load(
     """
     name = str(name_or_path)
     parse_fraction(max_bad)
-    check_workers(workers)
+    if workers is not None and workers < 0:
+        raise DataError(f"workers = {workers}: give the number of worker processes, from 0 up")
     if image_size is not None and not 1 <= image_size <= MAX_IMAGE_SIZE:
         raise DataError(f"image_size = {image_size}: a number of pixels from 1 to {MAX_IMAGE_SIZE} is needed")
     if name == "digits":

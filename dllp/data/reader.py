@@ -5,8 +5,7 @@ small image takes a quarter more time. Where a GPU waits for the images it also 
 otherwise the workers do, for the training process would need the cores that they use.
 
 Signals are the training process's to answer, and workers end with it. The death of a worker is raised where the
-training process waits for a batch: PyTorch would raise it wherever the main thread stands, in the midst of writing a
-file as well.
+training process asks for the next batch.
 """
 
 from __future__ import annotations
@@ -15,24 +14,22 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from operator import attrgetter
-from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from PIL import ImageFile
 from torch import Tensor
+from torch._C import _error_if_any_worker_fails
 from torch.utils.data import Dataset, get_worker_info
 
 from dllp.data.images import Crop, crop_boxes, resize_one
 from dllp.data.sources import Sources
 from dllp.data.unreadable import Unreadable
-from dllp.errors import DataError
 
 MAX_WORKERS = 16
 """Worker processes by default."""
@@ -56,12 +53,6 @@ def cores() -> int:
     """Cores for each process of the run on this host, up to MAX_WORKERS."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(max(1, own // int(os.environ.get("LOCAL_WORLD_SIZE", 1))), MAX_WORKERS)
-
-
-def check_workers(count: int | None) -> None:
-    """Raise for a negative number of worker processes; None is as many as :func:`cores`."""
-    if count is not None and count < 0:
-        raise DataError(f"workers = {count}: give the number of worker processes, from 0 up")
 
 
 # ---- batches
@@ -206,7 +197,28 @@ class PixelBuffer:
         self.view = self.memory.numpy()
 
 
-# ---- in the worker process
+# ---- processes and signals
+
+
+@contextmanager
+def starting_workers() -> Iterator[None]:
+    """Block SIGINT and SIGTERM while workers start, so that they inherit the mask; keep PyTorch's SIGCHLD handler out.
+
+    That handler raises the death of a worker wherever the main thread stands, in the midst of writing a file as well.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    with suppress(RuntimeError):  # of a loader that is no longer used
+        _error_if_any_worker_fails()
+    handler = signal.getsignal(signal.SIGCHLD)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, handler)
 
 
 def init_worker(number: int) -> None:
@@ -217,84 +229,18 @@ def init_worker(number: int) -> None:
     """
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
-    if hasattr(signal, "sigtimedwait"):
+    if hasattr(signal, "sigtimedwait"):  # elsewhere PyTorch's own check between two batches must do
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # else the sender of a signal would be unknown
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     ImageFile.MAXBLOCK = PILLOW_BLOCK
 
 
 def _end_with_parent(parent_id: int) -> None:
-    """End this process once its parent is gone or asks for it, even while it waits for a disk or a full pipe."""
+    """End this process once its parent is gone or sends SIGTERM, even while it waits for a disk or a full pipe."""
     parent = multiprocessing.parent_process()
     # The pipe to a parent is open in workers that were started later, too: its number is the faster way to know.
-    while parent is not None and parent.is_alive() and os.getppid() == parent_id and not _terminated_by(parent_id):
-        pass
+    while parent is not None and parent.is_alive() and os.getppid() == parent_id:
+        received = signal.sigtimedwait([signal.SIGTERM], PARENT_CHECK)
+        if received is not None and received.si_pid == parent.pid:
+            break
     os._exit(0)
-
-
-def _terminated_by(parent_id: int) -> bool:
-    """Wait PARENT_CHECK seconds for a SIGTERM of the parent."""
-    if not hasattr(signal, "sigtimedwait"):
-        time.sleep(PARENT_CHECK)
-        return False
-    received = signal.sigtimedwait([signal.SIGTERM], PARENT_CHECK)
-    return received is not None and received.si_pid == parent_id
-
-
-# ---- in the training process
-
-
-@contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Block SIGINT and SIGTERM while worker processes start, so that they inherit the mask."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-class WorkerWatch(AbstractContextManager["WorkerWatch"]):
-    """A block in which the death of a worker is raised as PyTorch does; deaths outside are raised by the next block."""
-
-    def __init__(self) -> None:
-        self._inside = False
-        self._died: RuntimeError | None = None
-        self._raising: Callable[[int, FrameType | None], Any] | None = None
-
-    def install(self) -> None:
-        """Take the place of PyTorch's SIGCHLD handler, which is there once the first workers are."""
-        self._died = None
-        if self._raising is not None or threading.current_thread() is not threading.main_thread():
-            return
-        handler = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
-        if callable(handler):
-            self._raising = handler
-            signal.signal(signal.SIGCHLD, self._handle)
-
-    def __enter__(self) -> WorkerWatch:
-        self._inside = True  # first: a death from here on is raised at once
-        died, self._died = self._died, None
-        if died is not None:
-            self._inside = False
-            raise died
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._inside = False
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        try:
-            if self._raising is not None:
-                self._raising(number, frame)
-        except RuntimeError as error:
-            if self._inside:
-                raise
-            self._died = error
-
-
-watch = WorkerWatch()
-"""One for the process, as there is one handler of a signal."""

@@ -10,12 +10,13 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch._C import _error_if_any_worker_fails
+from torch.utils.data import DataLoader
 
 from dllp.data import reader
 from dllp.data.arrays import ArrayData, Augment, generator
@@ -53,27 +54,20 @@ class StreamedData:
     augment: Augment = "resized-crop"
     workers: int | None = None
 
+    is_classification: ClassVar = True
+    dtype: ClassVar = torch.uint8
+
     def __post_init__(self) -> None:
         if self.augment not in ("resized-crop", "none"):
             raise DataError(f"augment = {self.augment!r} is for images in memory: use resized-crop or none")
-        reader.check_workers(self.workers)
 
     def __len__(self) -> int:
         return len(self.sources)
 
     @property
-    def is_classification(self) -> bool:
-        return True
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of one input."""
         return 3, self.image_size, self.image_size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of inputs before they are normalised."""
-        return torch.uint8
 
     def subset(self, indices: Tensor | Sequence[int]) -> Self:
         """The examples at `indices`, in that order."""
@@ -135,7 +129,7 @@ def read_batches(data: StreamedData, requests: Iterable[Request], finish: bool) 
     if isinstance(requests, list):
         count = min(count, len(requests))
     # More processes than cores are the user's choice: no warning.
-    with warnings.catch_warnings(action="ignore"), reader.signals_blocked():
+    with warnings.catch_warnings(action="ignore"), reader.starting_workers():
         loader = DataLoader(
             Reader(data.sources, data.image_size, finish), sampler=requests, batch_size=None,  # type: ignore
             collate_fn=_identity, num_workers=count, prefetch_factor=reader.PREFETCH if count else None,
@@ -143,11 +137,10 @@ def read_batches(data: StreamedData, requests: Iterable[Request], finish: bool) 
             generator=torch.Generator(),  # else it would draw from the run's own random numbers
         )  # fmt: skip
         batches = iter(loader)
-    reader.watch.install()
     try:
         while True:
-            with reader.watch:
-                batch = next(batches, None)
+            _error_if_any_worker_fails()
+            batch = next(batches, None)
             if batch is None:
                 return
             yield batch
@@ -208,7 +201,8 @@ class StreamBatches:
         The workers continue into the next epoch, which begins without waiting for them.
         """
         if self._live is None or self._place != (epoch, start_step):
-            self._live = read_images(self.data, BatchOrder(self, epoch, start_step), self.device)
+            requests = batch_order(self.data, self.batch_size, self.seed, self.part, epoch, start_step)
+            self._live = read_images(self.data, requests, self.device)
         for step in range(start_step, self.steps):
             pixels, batch = next(self._live)
             self._count_unreadable(batch)
@@ -235,14 +229,11 @@ class StreamBatches:
         if self.device.type != "cpu":
             return (pixels - self._shift).mul_(self._scale).contiguous(memory_format=self.layout)
         # By numpy, image by image: its memory comes in huge pages, and PyTorch's threads would wait for decoding cores.
-        last = self.layout is torch.channels_last
-        x = np.empty(pixels.permute(0, 2, 3, 1).shape if last else pixels.shape, np.float32)
-        x = x.transpose(0, 3, 1, 2) if last else x
+        x = np.empty(pixels.shape, np.float32)
         for new, old in zip(x, pixels.numpy(), strict=True):
-            new[:] = old
-            new -= self._shift[0].numpy()
+            np.subtract(old, self._shift[0].numpy(), out=new)
             new *= self._scale[0].numpy()
-        return torch.from_numpy(x)
+        return torch.from_numpy(x).contiguous(memory_format=self.layout)
 
     def first(self, count: int = 2) -> tuple[Tensor, Tensor]:
         """A small batch, decoded by this process."""
@@ -250,22 +241,14 @@ class StreamBatches:
         return next(few.epoch(0))
 
 
-class BatchOrder(Sampler[Request]):
-    """Requests for this process's part of each batch, from one step on, without end."""
-
-    def __init__(self, batches: StreamBatches, epoch: int, step: int) -> None:
-        self.count, self.size, self.steps, self.seed = (
-            batches.num_examples, batches.batch_size, batches.steps, batches.seed
-        )  # fmt: skip
-        self.crops, self.part = batches.data.augment == "resized-crop", batches.part
-        self.epoch, self.step = epoch, step
-
-    def __iter__(self) -> Iterator[Request]:
-        step = self.step
-        for epoch in itertools.count(self.epoch):
-            order = torch.randperm(self.count, generator=generator(self.seed, 2, epoch)).numpy()
-            for k in range(step, self.steps):
-                numbers = order[k * self.size : (k + 1) * self.size]
-                draws = torch.rand(self.size, DRAWS, generator=generator(self.seed, 5, epoch, k)).numpy()
-                yield Request(numbers[self.part], draws[self.part] if self.crops else None, True)
-            step = 0
+def batch_order(
+    data: StreamedData, size: int, seed: int, part: slice, epoch: int = 0, step: int = 0
+) -> Iterator[Request]:
+    """Requests for `part` of each batch of `size` images, from one step on, without end."""
+    for number in itertools.count(epoch):
+        order = torch.randperm(len(data), generator=generator(seed, 2, number)).numpy()
+        for k in range(step, len(data) // size):
+            draws = torch.rand(size, DRAWS, generator=generator(seed, 5, number, k)).numpy()
+            crops = draws[part] if data.augment == "resized-crop" else None
+            yield Request(order[k * size : (k + 1) * size][part], crops, fill=True)
+        step = 0
