@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image, ImageFilter
 from torch import Tensor
 
 from dllp.data.arrays import ArrayData
-from dllp.errors import ConfigError, DataError
+from dllp.data.images import map_images
+from dllp.errors import ConfigError
 
-LAPLACE = (0, -1, 0, -1, 5, -1, 0, -1, 0)
+LAPLACE = ImageFilter.Kernel((3, 3), (0, -1, 0, -1, 5, -1, 0, -1, 0), scale=1)
 
 
 @dataclass(frozen=True)
@@ -35,23 +36,16 @@ class Corruption:
 
     def __call__(self, images: Tensor) -> Tensor:
         """Corrupted copies of uint8 images (N, C, H, W), C 1 or 3."""
-        if images.ndim != 4 or images.dtype != torch.uint8 or images.shape[1] not in (1, 3):
-            raise DataError(
-                f"{self.name} needs uint8 images with 1 or 3 channels, not {images.dtype} of shape "
-                f"{tuple(images.shape)}"
-            )
-        old = np.ascontiguousarray(images.permute(0, 2, 3, 1).cpu().numpy())
-        if self.kind == "noise":
-            noise = np.random.default_rng(self.seed).standard_normal(old.shape, np.float32)
-            new = np.clip(np.rint(old + (255 * self.level) * noise), 0, 255).astype(np.uint8)
-        else:
-            blur = self.kind == "gaussian-blur"
-            kernel = ImageFilter.GaussianBlur(self.level) if blur else ImageFilter.Kernel((3, 3), LAPLACE, scale=1)
-            new = np.empty_like(old)
-            for i, pixels in enumerate(old):
-                image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)  # grey has no third axis
-                new[i] = np.asarray(image.filter(kernel)).reshape(pixels.shape)
-        return torch.from_numpy(new).permute(0, 3, 1, 2).contiguous().to(images.device)
+        rng = np.random.default_rng(self.seed)
+
+        def corrupted(image: Image.Image) -> Any:
+            if self.kind == "noise":
+                pixels = np.atleast_3d(image)
+                noise = rng.standard_normal(pixels.shape, np.float32)
+                return np.clip(np.rint(pixels + (255 * self.level) * noise), 0, 255).astype(np.uint8)
+            return image.filter(LAPLACE if self.kind == "sharpen" else ImageFilter.GaussianBlur(self.level))
+
+        return map_images(images, corrupted, self.name)
 
     def apply_to(self, data: ArrayData) -> ArrayData:
         """The same data set with corrupted images."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
-from typing import BinaryIO
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from dllp.data.unreadable import Unreadable
+from dllp.errors import DataError
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP")
@@ -85,6 +86,18 @@ def _reason(error: Exception) -> str:
 def as_array(image: Image.Image) -> np.ndarray:
     """(H, W, 3) uint8, without the copy that numpy's own way takes."""
     return np.frombuffer(image.tobytes(), np.uint8).reshape(image.height, image.width, 3)
+
+
+def map_images(images: Tensor, work: Callable[[Image.Image], Any], purpose: str) -> Tensor:
+    """uint8 images (N, 1 or 3, H, W), each as Pillow's image through `work`, which returns an image or its pixels."""
+    if images.ndim != 4 or images.dtype != torch.uint8 or images.shape[1] not in (1, 3):
+        found = f"{images.dtype} of shape {tuple(images.shape)}"
+        raise DataError(f"{purpose} needs uint8 images with 1 or 3 channels, not {found}")
+    done = []
+    for pixels in images.permute(0, 2, 3, 1).contiguous().cpu().numpy():
+        image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)  # grey has no third axis
+        done.append(np.atleast_3d(work(image)))
+    return torch.from_numpy(np.stack(done)).permute(0, 3, 1, 2).contiguous().to(images.device)
 
 
 # ---- crops

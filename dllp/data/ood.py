@@ -9,7 +9,6 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from dllp.data import Dataset, load, names
 from dllp.data.arrays import ArrayData, Split, generator
 from dllp.data.image_folder import decode_folder
+from dllp.data.images import map_images
 from dllp.errors import ConfigError, DataError
 
 NOISE, LEFT_OUT = "noise", "left-out"
@@ -68,14 +68,10 @@ def noise(like: ArrayData, seed: int = 0) -> ArrayData:
 def resized(images: Tensor, like: ArrayData) -> ArrayData:
     """uint8 images (N, 1 or 3, h, w) in size and channels of `like` (bilinear), normalised as its images are."""
     channels, height, width = _image_shape(like)
-    if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
-        raise DataError(f"inputs of shape {tuple(images.shape[1:])} and type {images.dtype} are no uint8 images")
-    out = np.empty((len(images), height, width, channels), np.uint8)
-    for i, pixels in enumerate(images.permute(0, 2, 3, 1).cpu().numpy()):
-        image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else np.ascontiguousarray(pixels))
-        image = image.convert("L" if channels == 1 else "RGB").resize((width, height), Image.Resampling.BILINEAR)
-        out[i] = np.asarray(image).reshape(height, width, channels)
-    return unlabelled(like, torch.from_numpy(out).permute(0, 3, 1, 2).contiguous())
+    mode, size = "L" if channels == 1 else "RGB", (width, height)
+    return unlabelled(
+        like, map_images(images, lambda x: x.convert(mode).resize(size, Image.Resampling.BILINEAR), "resizing")
+    )
 
 
 def _image_shape(like: ArrayData) -> tuple[int, int, int]:

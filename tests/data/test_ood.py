@@ -44,7 +44,7 @@ def test_digits_get_the_shape_and_the_normalisation_of_the_data() -> None:
     assert ood.resized(flat, like(1)).x.unique().tolist() == [77]
     with pytest.raises(DataError, match="use noise"):
         ood.find("digits", table())
-    with pytest.raises(DataError, match="no uint8 images"):
+    with pytest.raises(DataError, match="needs uint8 images"):
         ood.resized(torch.zeros(2, 3, 4, 4), like())
 
 
