@@ -144,7 +144,7 @@ class Batches:
         rng = generator(self.seed, 2, epoch)
         order = torch.randperm(self.num_examples, generator=rng)
         place = self._draw(rng).to(self.device)
-        flip = images.flips(self._phase, epoch)[order].to(self.device)
+        flip = ((self._phase + epoch) % 2 == 1)[order].to(self.device)  # every image in every other epoch
         order = order.to(self.device)
         size = self.batch_size
         stride = max(1, CHUNK_ELEMENTS // (size * self.data.x[0].numel())) * size
@@ -159,7 +159,7 @@ class Batches:
         """(N, ...): the random crop of each image of an epoch."""
         if self.data.augment == "resized-crop":
             return images.random_boxes(self.num_examples, rng, *self.data.shape[1:])
-        return images.crop_offsets(self.num_examples, rng)
+        return torch.randint(-images.PADDING, images.PADDING + 1, (self.num_examples, 2), generator=rng)
 
     def _gather(self, index: Tensor, place: Tensor, flip: Tensor) -> Tensor:
         if self.data.augment == "crop-flip":

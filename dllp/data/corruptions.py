@@ -40,7 +40,7 @@ class Corruption:
 
         def corrupted(image: Image.Image) -> Any:
             if self.kind == "noise":
-                pixels = np.atleast_3d(image)
+                pixels = np.atleast_3d(np.asarray(image))
                 noise = rng.standard_normal(pixels.shape, np.float32)
                 return np.clip(np.rint(pixels + (255 * self.level) * noise), 0, 255).astype(np.uint8)
             return image.filter(LAPLACE if self.kind == "sharpen" else ImageFilter.GaussianBlur(self.level))

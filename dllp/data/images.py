@@ -220,29 +220,21 @@ def _resize_chunk(pixels: Tensor, start: Tensor, extent: Tensor, mirror: Tensor,
 def _resize_weights(place: Tensor, length: Tensor, span: int, size: int) -> Tensor:
     """(B, size) centres of new pixels, (B,) old pixels of each image on a canvas of `span` -> (B, size, span)."""
     scale = length.float() / size
-    return triangle_weights(place * scale[:, None], scale.clamp_min(1), span, length)
+    return _triangle_weights(place * scale[:, None], scale.clamp_min(1), span, length)
 
 
-def triangle_weights(place: Tensor, reach: Tensor, span: int, length: Tensor | None = None) -> Tensor:
-    """(B, size, span): weight of each of `span` old pixels in each new one, a triangle of half width `reach` (B,).
+def _triangle_weights(place: Tensor, reach: Tensor, span: int, length: Tensor) -> Tensor:
+    """Centres (B, size) of new pixels -> (B, size, span): weight of each old pixel, a triangle of half width `reach`.
 
-    Args:
-        place: (B, size): centres of the new pixels, in old pixels.
-        length: (B,): number of old pixels, where it is less than `span`.
+    Only the first `length` (B,) of the `span` old pixels count.
     """
     old = torch.arange(span, device=place.device) + 0.5
     weights = (old - place[:, :, None]).abs_().div_(-reach[:, None, None]).add_(1).clamp_min_(0)
-    if length is not None:
-        weights *= old < length[:, None, None]
+    weights *= old < length[:, None, None]
     return weights.div_(weights.sum(2, keepdim=True))
 
 
 # ---- augmentation of images in memory: batched, on any device
-
-
-def crop_offsets(count: int, generator: torch.Generator) -> Tensor:
-    """(count, 2) vertical and horizontal crop offsets in [-PADDING, PADDING]."""
-    return torch.randint(-PADDING, PADDING + 1, (count, 2), generator=generator)
 
 
 def random_boxes(count: int, generator: torch.Generator, height: int, width: int) -> Tensor:
@@ -253,11 +245,6 @@ def random_boxes(count: int, generator: torch.Generator, height: int, width: int
     wide, high = (wide * unit).clamp(max=width), (high * unit).clamp(max=height)
     wide, high = wide.minimum(high * longest).clamp(min=1), high.minimum(wide * longest).clamp(min=1)
     return torch.stack([down * (height - high), across * (width - wide), high, wide], dim=1).float()
-
-
-def flips(phase: Tensor, epoch: int) -> Tensor:
-    """(N,) bool, True for mirrored images; every image alternates from its own random `phase`."""
-    return (phase + epoch) % 2 == 1
 
 
 def crop_flip(images: Tensor, index: Tensor, offset: Tensor, flip: Tensor) -> Tensor:
@@ -287,7 +274,7 @@ def resized_crop(images: Tensor, index: Tensor, box: Tensor, flip: Tensor) -> Te
 def _enlarged(start: Tensor, length: Tensor, size: int) -> Tensor:
     """(B,) start and length of crops of `size` pixels -> (B, size, size): weight of each old pixel in each new one."""
     place = (torch.arange(size, device=start.device) + 0.5) * (length / size)[:, None] + start[:, None]
-    return triangle_weights(place, torch.ones_like(start), size)
+    return _triangle_weights(place, torch.ones_like(start), size, torch.full_like(start, size))
 
 
 def _reflect(position: Tensor, size: int) -> Tensor:

@@ -59,10 +59,12 @@ class LoaderBatches:
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """(inputs, labels) of every step from `start_step` on; earlier batches are drawn and thrown away."""
         key = generator(self.seed, 4, epoch)
-        for own in self._generators():
-            own.manual_seed(key.initial_seed())
-        if hasattr(self.loader.sampler, "set_epoch"):
-            self.loader.sampler.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
+        sampler: Any = self.loader.sampler
+        for own in (self.loader.generator, getattr(sampler, "generator", None)):
+            if own is not None:
+                own.manual_seed(key.initial_seed())
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
         state = key.get_state()
         batches: Iterator[Any] | None = None
         for step in range(self.steps):
@@ -110,10 +112,6 @@ class LoaderBatches:
         if self.channels_last and x.ndim == 4:
             x = x.contiguous(memory_format=torch.channels_last)
         return x, y.to(self.device, non_blocking=True)
-
-    def _generators(self) -> set[torch.Generator]:
-        sampler = self.loader.sampler
-        return {g for g in (self.loader.generator, getattr(sampler, "generator", None)) if g is not None}
 
 
 def _count_examples(loader: DataLoader[Any]) -> int:

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from PIL import ImageFile
 from torch import Tensor
-from torch._C import _error_if_any_worker_fails
 from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data._utils import signal_handling
 
 from dllp.data.images import Crop, crop_boxes, resize_one
 from dllp.data.sources import Sources
@@ -200,6 +200,11 @@ class PixelBuffer:
 # ---- processes and signals
 
 
+def check_workers() -> None:
+    """Raise a RuntimeError for a worker that has died since it was asked before."""
+    signal_handling._error_if_any_worker_fails()  # pyright: ignore[reportPrivateImportUsage]
+
+
 @contextmanager
 def starting_workers() -> Iterator[None]:
     """Block SIGINT and SIGTERM while workers start, so that they inherit the mask; keep PyTorch's SIGCHLD handler out.
@@ -210,8 +215,10 @@ def starting_workers() -> Iterator[None]:
         yield
         return
     with suppress(RuntimeError):  # of a loader that is no longer used
-        _error_if_any_worker_fails()
+        check_workers()
     handler = signal.getsignal(signal.SIGCHLD)
+    if getattr(handler, "__module__", "") == signal_handling.__name__:  # a loader of the user's has installed it
+        handler = signal.SIG_DFL
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield

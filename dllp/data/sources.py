@@ -41,14 +41,13 @@ class Sources:
 
     Attributes:
         root: The folder that all names are relative to.
-        names: The files' names, concatenated; `ends` (F,) holds where each ends.
+        names: (F,) encoded names of the files.
         file: (N,) index of the file that holds each image, from byte `offset` (N,) on; `size` (N,) is -1 for the
             whole file.
     """
 
     root: str
-    names: bytes
-    ends: np.ndarray
+    names: np.ndarray
     file: np.ndarray
     offset: np.ndarray
     size: np.ndarray
@@ -62,9 +61,7 @@ class Sources:
 
     def path(self, i: int) -> str:
         """The file that image `i` lies in."""
-        k = int(self.file[i])
-        start = int(self.ends[k - 1]) if k else 0
-        return os.path.join(self.root, os.fsdecode(self.names[start : int(self.ends[k])]))
+        return os.path.join(self.root, os.fsdecode(bytes(self.names[self.file[i]])))
 
     def name(self, i: int) -> str:
         """The name of image `i` in messages."""
@@ -89,10 +86,8 @@ class Sources:
 
 def from_files(root: Path, paths: list[str]) -> Sources:
     """Whole files, by their names relative to `root`."""
-    encoded = [os.fsencode(path) for path in paths]
-    ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
-    zeros = np.zeros(len(paths), np.int64)
-    return Sources(str(root), b"".join(encoded), ends, np.arange(len(paths), dtype=np.int32), zeros, zeros - 1)
+    names, zeros = np.array([os.fsencode(path) for path in paths]), np.zeros(len(paths), np.int64)
+    return Sources(str(root), names, np.arange(len(paths), dtype=np.int32), zeros, zeros - 1)
 
 
 # ---- class folders

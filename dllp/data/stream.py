@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 from torch import Tensor
-from torch._C import _error_if_any_worker_fails
 from torch.utils.data import DataLoader
 
 from dllp.data import reader
@@ -78,7 +77,7 @@ class StreamedData:
         """Count unreadable images, given by index and reason."""
         self.unreadable.add((self.sources.name(number), reason) for number, reason in images)
 
-    def decoded(self, device: torch.device | str = "cpu") -> ArrayData:
+    def decoded(self) -> ArrayData:
         """The centre of every image, decoded once and for all; unreadable images are left out.
 
         Beyond :data:`IN_MEMORY` bytes they lie in a temporary file, which the system reads as they are needed.
@@ -86,10 +85,10 @@ class StreamedData:
         requests = [Request(np.arange(i, min(i + CHUNK, len(self)))) for i in range(0, len(self), CHUNK)]
         x, read, unreadable = _allocate((len(self), *self.shape)), [], list[tuple[int, str]]()
         filled = 0
-        for pixels, batch in read_images(self, requests, device):
+        for batch in read_batches(self, requests, finish=True):
             unreadable += batch.unreadable
-            x[filled : filled + len(pixels)] = pixels.cpu().numpy()
-            filled += len(pixels)
+            x[filled : filled + len(batch.numbers)] = batch.pixels.numpy()
+            filled += len(batch.numbers)
             read.append(torch.from_numpy(batch.numbers))
         self.count_unreadable(unreadable)
         if not filled:
@@ -139,7 +138,7 @@ def read_batches(data: StreamedData, requests: Iterable[Request], finish: bool) 
         batches = iter(loader)
     try:
         while True:
-            _error_if_any_worker_fails()
+            reader.check_workers()
             batch = next(batches, None)
             if batch is None:
                 return

@@ -13,8 +13,6 @@ from dllp.data.images import (
     AREA_IN_MEMORY,
     PADDING,
     crop_flip,
-    crop_offsets,
-    flips,
     random_boxes,
     resized_crop,
 )
@@ -25,7 +23,7 @@ def test_crop_flip_equals_padding_and_slicing(height, width, seed):
     rng = torch.Generator().manual_seed(seed)
     images = torch.randint(256, (6, 3, height, width), generator=rng).to(torch.uint8)
     index = torch.tensor([4, 0, 0, 5])
-    offset = crop_offsets(4, rng)
+    offset = torch.randint(-PADDING, PADDING + 1, (4, 2), generator=rng)
     flip = torch.tensor([True, False, True, False])
     padded = F.pad(images.float(), (PADDING,) * 4, mode="reflect").to(torch.uint8)
     for row, out in enumerate(crop_flip(images, index, offset, flip)):
@@ -68,12 +66,15 @@ def test_boxes_have_every_size_shape_and_place():
 
 
 def test_offsets_cover_the_range_and_flips_alternate():
-    offset = crop_offsets(5000, generator(0))
-    assert set(offset.flatten().tolist()) == set(range(-PADDING, PADDING + 1))
-    phase = torch.randint(2, (1000,), generator=generator(1))
-    assert torch.equal(flips(phase, 0), ~flips(phase, 1))
-    assert torch.equal(flips(phase, 0), flips(phase, 2))
-    assert 400 < int(flips(phase, 0).sum()) < 600
+    """Columns 0, 1, ...: differences of neighbours are positive unless an image is mirrored."""
+    data = ArrayData(torch.arange(20.0).expand(1000, 1, 20, 20), torch.arange(1000), augment="crop-flip")
+    batches = Batches(data, 1000, 0)
+    (zero, first), (one, second), (two, third) = (next(batches.epoch(epoch)) for epoch in range(3))
+    mirrored = [(x[:, 0, 0, 11] < x[:, 0, 0, 10])[y.argsort()] for x, y in ((zero, first), (one, second), (two, third))]
+    assert torch.equal(mirrored[0], ~mirrored[1]) and torch.equal(mirrored[0], mirrored[2])
+    assert 400 < int(mirrored[0].sum()) < 600
+    middle = torch.where(mirrored[0][first], 19 - 10, 10)
+    assert set((zero[:, 0, 0, 10] - middle).tolist()) == set(range(-PADDING, PADDING + 1))
 
 
 def images(count: int = 50, augment: str = "crop-flip") -> ArrayData:
