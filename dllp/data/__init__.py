@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -110,8 +109,7 @@ def load(
     elif name == "cifar10":
         data = Dataset(name, *cifar10.load(root, progress), cifar10.CLASSES)
     else:
-        options = dict(augment=augment, workers=workers, max_bad=max_bad, report=report)
-        data = _load_folder(Path(name_or_path).expanduser(), image_size, options)
+        data = _load_folder(Path(name_or_path).expanduser(), image_size, augment, workers, max_bad, report)
     sides = data.train.shape[1:]
     if image_size is not None and sides != (image_size, image_size):
         held = f"images of {'x'.join(map(str, sides))}" if sides else "tables"
@@ -148,24 +146,26 @@ def _digits() -> tuple[ArrayData, ArrayData]:
     return ArrayData(x[~held], y[~held], mean, std), ArrayData(x[held], y[held], mean, std)
 
 
-def _load_folder(path: Path, image_size: int | None, options: dict[str, Any]) -> Dataset:
+def _load_folder(
+    path: Path, image_size: int | None, augment: Augment | None, workers: int | None, max_bad: str | float,
+    report: Report | None,
+) -> Dataset:  # fmt: skip
     if not path.is_dir():
         raise DataError(f"no data set and no folder is called {path}: give {', '.join(names())} or a folder")
     if npy.present(path):
         train, test, classes = npy.load(path)
         return Dataset(str(path), train, test, classes)
-    splits, classes = image_folder.find(path)
-    count = sum(len(y) for _, y in splits.values())
+    splits, classes = image_folder.find(path, max_bad, report)
+    count = sum(len(found.y) for found in splits.values())
     in_memory, size = False, (image_size or 0, image_size or 0)
-    if not sources.find_shards(path) and (image_size is None or options["augment"] != "resized-crop"):
-        size = size if image_size else image_folder.first_size(splits["train"][0])
+    if not sources.find_shards(path) and (image_size is None or augment != "resized-crop"):
+        size = size if image_size else image_folder.first_size(splits["train"].sources)
         in_memory = count * 3 * size[0] * size[1] <= IN_MEMORY
     if in_memory:
-        shared = {name: options[name] for name in ("max_bad", "report")}
-        split = image_folder.decode(splits, size, resize=image_size is not None, **shared)
+        split = image_folder.decode(splits, size, resize=image_size is not None)
     elif image_size is None:
         raise DataError(f"the {count} images of {path} are streamed: give their image_size, such as 224")
     else:
-        split = image_folder.stream(splits, image_size, **options)
+        split = image_folder.stream(splits, image_size, augment, workers)
     test, validation = (split["test"], split.get("val")) if "test" in split else (split["val"], None)
     return Dataset(str(path), split["train"], test, classes, validation)

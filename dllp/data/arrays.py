@@ -87,8 +87,9 @@ class ArrayData:
         return replace(self, x=self.x.to(device), y=self.y.to(device))
 
     def inputs(self, index: Tensor | slice) -> Tensor:
-        """Normalised float32 inputs without augmentation, as evaluation wants them."""
-        return self.normalise(self.x[index])
+        """float32 (x - mean) / std without augmentation, as evaluation wants them; uint8 counts as 0..1."""
+        shift, scale = self.affine(self.x.device)
+        return (self.x[index] - shift).mul_(scale)
 
     def parts(self) -> Iterator[Tensor]:
         """Normalised inputs of all examples in chunks, so that a large split never lies in memory as floats."""
@@ -96,13 +97,8 @@ class ArrayData:
         for start in range(0, len(self), size):
             yield self.inputs(slice(start, start + size))
 
-    def normalise(self, x: Tensor) -> Tensor:
-        """float32 (x - mean) / std; uint8 counts as 0..1."""
-        shift, scale = self.affine(x.device)
-        return (x - shift).mul_(scale)
-
     def affine(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Shift and scale of :meth:`normalise`, shaped to broadcast over a batch."""
+        """Shift and scale of :meth:`inputs`, shaped to broadcast over a batch."""
         unit = 255.0 if self.x.dtype == torch.uint8 else 1.0
         shape = (1, -1) + (1,) * (self.x.ndim - 2)
         shift = torch.tensor(self.mean or (0.0,), dtype=torch.float32) * unit

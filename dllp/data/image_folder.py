@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from dllp.data import images, npy, reader, sources
 from dllp.data.arrays import ArrayData, Augment, channel_statistics, default_augment
 from dllp.data.sources import Sources
 from dllp.data.stream import StreamedData
-from dllp.data.unreadable import MAX_BAD, Report, Unreadable, UnreadableImages
+from dllp.data.unreadable import Report, Unreadable, UnreadableImages
 from dllp.errors import DataError
 
 SPLITS = ("train", "val", "test")
@@ -36,11 +36,15 @@ LARGE = 2**24
 ALONE = threading.Lock()
 
 
-Splits = dict[str, tuple[Sources, torch.Tensor]]
-"""Images and labels (N,) of `train` and of `val` or `test` or both."""
+class Found(NamedTuple):
+    """The images of one split, their labels (N,), and those that turn out to be unreadable."""
+
+    sources: Sources
+    y: torch.Tensor
+    unreadable: UnreadableImages
 
 
-def find(folder: Path) -> tuple[Splits, tuple[str, ...]]:
+def find(folder: Path, max_bad: str | float, report: Report | None) -> tuple[dict[str, Found], tuple[str, ...]]:
     """Splits and classes of train/<class>/* or train-*.tar, and val or test beside it; train must have every class."""
     shards = sources.find_shards(folder)
     names = [name for name in SPLITS if (name in shards if shards else (folder / name).is_dir())]
@@ -67,7 +71,10 @@ def find(folder: Path) -> tuple[Splits, tuple[str, ...]]:
         extra = np.setdiff1d(y, known)
         if len(extra):
             raise DataError(f"class {classes[extra[0]]!r} of {name} in {folder} is missing in train: add or remove it")
-    return {name: (place, torch.from_numpy(y)) for name, (place, y) in parts.items()}, classes
+    return {
+        name: Found(place, torch.from_numpy(y), UnreadableImages(len(y), max_bad, report))
+        for name, (place, y) in parts.items()
+    }, classes
 
 
 def _class_names(folder: Path, count: int) -> tuple[str, ...]:
@@ -81,16 +88,11 @@ def _class_names(folder: Path, count: int) -> tuple[str, ...]:
     return names
 
 
-def stream(
-    splits: Splits, image_size: int, *, augment: Augment | None = None, workers: int | None = None,
-    max_bad: str | float = MAX_BAD, report: Report | None = None,
-) -> dict[str, Any]:  # fmt: skip
+def stream(splits: dict[str, Found], image_size: int, augment: Augment | None, workers: int | None) -> dict[str, Any]:
     """Training images stay on disk and are streamed, the others are decoded once."""
     split = {
-        name: StreamedData(
-            place, y, image_size, UnreadableImages(len(place), max_bad, report), augment="none", workers=workers
-        )
-        for name, (place, y) in splits.items()
+        name: StreamedData(found.sources, found.y, image_size, found.unreadable, augment="none", workers=workers)
+        for name, found in splits.items()
     }
     train = split["train"]
     count = min(SAMPLE, len(train))
@@ -100,17 +102,15 @@ def stream(
     return held | {"train": replace(split["train"], augment=augment or "resized-crop")}
 
 
-def decode(
-    splits: Splits, size: tuple[int, int], *, resize: bool, max_bad: str | float = MAX_BAD, report: Report | None = None
-) -> dict[str, Any]:
+def decode(splits: dict[str, Found], size: tuple[int, int], resize: bool) -> dict[str, Any]:
     """All images decoded into memory as RGB and normalised by the statistics of the training images.
 
     With `resize` all are resized (bilinear) to `size`, width and height; without it all must have that size already.
     """
     loaded: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    for name, (place, y) in splits.items():
-        pixels, read = _decode(place, size, UnreadableImages(len(place), max_bad, report), resize)
-        loaded[name] = pixels, y[read]
+    for name, found in splits.items():
+        pixels, read = _decode(found.sources, size, found.unreadable, resize)
+        loaded[name] = pixels, found.y[read]
     mean, std = channel_statistics(loaded["train"][0])
     split = {name: ArrayData(x, y, mean, std) for name, (x, y) in loaded.items()}
     return split | {"train": replace(split["train"], augment=default_augment(split["train"].x))}

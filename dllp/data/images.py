@@ -192,11 +192,9 @@ def resize_all(pixels: Tensor, extent: Tensor, mirror: Tensor, size: int) -> Ten
     """
     areas = extent.prod(1)
     starts = areas.cumsum(0) - areas
-    resized = [
-        _resize_chunk(pixels.view(-1, 3), starts[part], extent[part], mirror[part], size)
-        for part in (slice(k, k + RESIZED_AT_ONCE) for k in range(0, len(extent), RESIZED_AT_ONCE))
-    ]
-    return torch.cat(resized) if resized else pixels.new_empty((0, 3, size, size))
+    n = RESIZED_AT_ONCE
+    chunks = zip(starts.split(n), extent.split(n), mirror.split(n), strict=True)
+    return torch.cat([_resize_chunk(pixels.view(-1, 3), *chunk, size) for chunk in chunks])
 
 
 def _resize_chunk(pixels: Tensor, start: Tensor, extent: Tensor, mirror: Tensor, size: int) -> Tensor:

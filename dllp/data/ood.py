@@ -56,9 +56,9 @@ def same(name: str, other: str) -> bool:
     return name == other or (not words and one == two)
 
 
-def noise(like: ArrayData, seed: int = 0) -> ArrayData:
+def noise(like: ArrayData) -> ArrayData:
     """As many inputs as `like` has, every number uniform: over 0..255 for images, over its own range for floats."""
-    rng = generator(seed, 4)
+    rng = generator(0, 4)
     if like.x.dtype == torch.uint8:
         return unlabelled(like, torch.randint(0, 256, like.x.shape, generator=rng, dtype=torch.uint8))
     low, high = float(like.x.min()), float(like.x.max())

@@ -108,20 +108,6 @@ def _allocate(shape: tuple[int, ...]) -> np.ndarray:
         return np.memmap(file, np.uint8, "w+", shape=shape)
 
 
-def read_images(
-    data: StreamedData, requests: Iterable[Request], device: torch.device | str
-) -> Iterator[tuple[Tensor, Decoded]]:
-    """For each request uint8 images (B, 3, S, S) on the device, and the batch that they come from."""
-    device = torch.device(device)
-    finish = device.type == "cpu"
-    for batch in read_batches(data, requests, finish):
-        pixels = batch.pixels
-        if not finish:
-            extent, mirror = torch.from_numpy(batch.extent), torch.from_numpy(batch.mirror)
-            pixels = resize_all(pixels.to(device, non_blocking=True), extent, mirror, data.image_size)
-        yield pixels, batch
-
-
 def read_batches(data: StreamedData, requests: Iterable[Request], finish: bool) -> Iterator[Decoded]:
     """The batch of each request, as :class:`Reader` makes it, by worker processes."""
     count = reader.cores() if data.workers is None else data.workers
@@ -191,7 +177,7 @@ class StreamBatches:
             first: This process reports errors; the others raise them silently.
         """
         self.part, self._exchange, self._first = part, exchange, first
-        self._live: Iterator[tuple[Tensor, Decoded]] | None = None
+        self._live: Iterator[Decoded] | None = None
         self._place = (-1, 0)  # epoch and step of the next batch of `_live`
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
@@ -201,13 +187,13 @@ class StreamBatches:
         """
         if self._live is None or self._place != (epoch, start_step):
             requests = batch_order(self.data, self.batch_size, self.seed, self.part, epoch, start_step)
-            self._live = read_images(self.data, requests, self.device)
+            self._live = read_batches(self.data, requests, finish=self.device.type == "cpu")
         for step in range(start_step, self.steps):
-            pixels, batch = next(self._live)
+            batch = next(self._live)
             self._count_unreadable(batch)
             self._place = (epoch, step + 1) if step + 1 < self.steps else (epoch + 1, 0)
             labels = self.data.y[torch.from_numpy(batch.numbers)]
-            yield self._normalised(pixels), labels.to(self.device, non_blocking=True)
+            yield self._inputs(batch), labels.to(self.device, non_blocking=True)
 
     def _count_unreadable(self, batch: Decoded) -> None:
         """Count the unreadable images of all parts of the batch: every process gives up at the same step."""
@@ -223,14 +209,17 @@ class StreamBatches:
             error.reported_elsewhere = not self._first
             raise
 
-    def _normalised(self, pixels: Tensor) -> Tensor:
-        """Normalised float32 of uint8, in the memory layout of the network."""
+    def _inputs(self, batch: Decoded) -> Tensor:
+        """Normalised float32 (B, 3, S, S) on the device, in the memory layout of the network."""
         if self.device.type != "cpu":
-            return (pixels - self._shift).mul_(self._scale).contiguous(memory_format=self.layout)
+            pixels, extent, mirror = batch.pixels, torch.from_numpy(batch.extent), torch.from_numpy(batch.mirror)
+            x = resize_all(pixels.to(self.device, non_blocking=True), extent, mirror, self.data.image_size)
+            return (x - self._shift).mul_(self._scale).contiguous(memory_format=self.layout)
         # By numpy, image by image: its memory comes in huge pages, and PyTorch's threads would wait for decoding cores.
-        x = np.empty(pixels.shape, np.float32)
-        for new, old in zip(x, pixels.numpy(), strict=True):
-            np.subtract(old, self._shift[0].numpy(), out=new)
+        x = np.empty(batch.pixels.shape, np.float32)
+        for new, old in zip(x, batch.pixels.numpy(), strict=True):
+            new[:] = old
+            new -= self._shift[0].numpy()
             new *= self._scale[0].numpy()
         return torch.from_numpy(x).contiguous(memory_format=self.layout)
 

@@ -81,11 +81,6 @@ def test_what_a_gpu_resizes_is_what_a_core_does(photographs: Path) -> None:
     assert int((resized.int() - finished.pixels.int()).abs().max()) <= 1
 
 
-def test_nothing_to_resize() -> None:
-    none = torch.zeros(0, 2).long(), torch.zeros(0).bool()
-    assert resize_all(torch.zeros(0, dtype=torch.uint8), *none, 16).shape == (0, 3, 16, 16)
-
-
 # ---- worker processes
 
 BATCH = 4
