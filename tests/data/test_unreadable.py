@@ -94,13 +94,6 @@ def test_a_share_of_bad_files_is_below_one(value: str | float) -> None:
     UnreadableImages(10, 0.5).add([("one", "why")])
 
 
-def test_a_folder_in_which_val_has_more_classes(own_photographs: Path) -> None:
-    (own_photographs / "val" / "eel").mkdir()
-    (own_photographs / "val" / "eel" / "1.jpg").write_bytes(pictures.jpeg(np.random.default_rng(0), (20, 20)))
-    with pytest.raises(DataError, match=r"class 'eel' of val in .* is missing in train"):
-        pictures.load(own_photographs)
-
-
 def test_fewer_than_no_workers(photographs: Path) -> None:
     with pytest.raises(DataError, match="workers = -1"):
         pictures.load(photographs, workers=-1)
