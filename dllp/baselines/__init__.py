@@ -20,25 +20,11 @@ from dllp.baselines.sss import SparseStructures
 from dllp.baselines.thinet import ThiNet
 from dllp.errors import ConfigError
 
-METHODS: Mapping[str, Method] = MappingProxyType(
-    {
-        method.name: method
-        for method in (
-            Random(),
-            MagnitudeL2(),
-            MagnitudeL1(),
-            L1Filters(),
-            ThiNet(),
-            ChannelPruning(),
-            Slimming(),
-            SoftFilters(),
-            SparseStructures(),
-            GeometricMedian(),
-            Polarization(),
-            DeepHoyer(),
-        )
-    }
-)
+_ALL = (
+    Random(), MagnitudeL2(), MagnitudeL1(), L1Filters(), ThiNet(), ChannelPruning(), Slimming(), SoftFilters(),
+    SparseStructures(), GeometricMedian(), Polarization(), DeepHoyer(),
+)  # fmt: skip
+METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _ALL})
 
 
 def find(text: str) -> Method:

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from dllp.baselines.protocol import Published
-from dllp.baselines.samples import flat_weight, towards
-from dllp.baselines.thinet import ThiNet
+from dllp.baselines.thinet import ThiNet, flat_weight, towards
 
 STRENGTHS, FAINTEST = 30, 1e-4
 """Penalties along the LASSO's path, and the last of them over the first."""
@@ -39,7 +38,18 @@ class ChannelPruning(ThiNet):
     published = (Published("vgg16_bn", 50, 0.32),)
 
     def order(self, shares: Tensor) -> Tensor:
-        return survival(shares)
+        """(N, units) -> (units,): the largest penalty under which the LASSO of the full output still has the unit."""
+        gram, target = shares.T @ shares / len(shares), shares.T @ shares.sum(1) / len(shares)
+        strongest = target.abs().max()  # from here on every weight is 0
+        penalties = strongest * torch.logspace(0, math.log10(FAINTEST), STRENGTHS, dtype=target.dtype)
+        weights = lasso(gram, target, penalties)
+        chosen, last = weights != 0, weights[:, -1].abs()
+        largest = torch.where(chosen.any(1), penalties[chosen.int().argmax(1)], 0)
+        # of those that enter together, the one with more weight at the end comes first; of those that never do, and
+        # come after all others, the one that gives more
+        late = 0.1 * FAINTEST * strongest * gram.diagonal() / gram.diagonal().max().clamp_min(1e-12)
+        early = largest + 1e-9 * largest.max() * last / last.max().clamp_min(1e-12)
+        return torch.where(largest > 0, early, late)
 
     @torch.no_grad()
     def fit(self, module: nn.Module, patches: Tensor, wanted: Tensor) -> None:
@@ -48,21 +58,6 @@ class ChannelPruning(ThiNet):
         new = towards(patches.flatten(1).double(), wanted.double(), old.T)
         weight: Tensor = module.weight  # type: ignore[assignment]
         weight.copy_(new.T.reshape(weight.shape))
-
-
-def survival(shares: Tensor) -> Tensor:
-    """(N, units) -> (units,): the largest penalty under which the LASSO of the full output still has the unit."""
-    gram, target = shares.T @ shares / len(shares), shares.T @ shares.sum(1) / len(shares)
-    strongest = target.abs().max()  # from here on every weight is 0
-    penalties = strongest * torch.logspace(0, math.log10(FAINTEST), STRENGTHS, dtype=target.dtype)
-    weights = lasso(gram, target, penalties)
-    chosen, last = weights != 0, weights[:, -1].abs()
-    largest = torch.where(chosen.any(1), penalties[chosen.int().argmax(1)], 0)
-    # of those that enter together, the one with more weight at the end comes first; of those that never do, and come
-    # after all others, the one that gives more
-    late = 0.1 * FAINTEST * strongest * gram.diagonal() / gram.diagonal().max().clamp_min(1e-12)
-    early = largest + 1e-9 * largest.max() * last / last.max().clamp_min(1e-12)
-    return torch.where(largest > 0, early, late)
 
 
 def lasso(gram: Tensor, target: Tensor, penalties: Tensor) -> Tensor:

@@ -1,29 +1,38 @@
-"""One run of a method: train, score, cut, verify, repair, and fine-tune where that is wanted."""
+"""One run of a method: train, score, cut, verify, repair, and fine-tune where that is wanted.
+
+In fine-tuning removed weights stay zero, and cut networks train in widths of full speed: dead channels fill them up to
+a multiple of 8 and are taken away afterwards; on every device, so that a run can be resumed on another one.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dllp.api import Result
-from dllp.baselines.protocol import Method, Scene
-from dllp.baselines.trainings import Verb, regularised, sparse, widened_to_multiple
+from dllp.api import Result, train_dense
+from dllp.baselines.protocol import Method, Scene, StepInfo
 from dllp.config import Config
 from dllp.devices.device import undisturbed
 from dllp.errors import ConfigError
 from dllp.posterior import posterior_of
 from dllp.prepare import Data, make_gating, prepare
 from dllp.records import Size
-from dllp.structure.groups import FilterFn
+from dllp.structure.groups import FilterFn, Structure
+from dllp.structure.padding import fill, padded, widened
+from dllp.structure.slicing import Recipe, cut, kept_indices, recipe, restrict
 from dllp.training.extract import costs, extract
 from dllp.training.gating import WeightGating
 from dllp.training.particles import Particles
+from dllp.training.state import RunState
+from dllp.training.trainer import OnStep
 
+Verb = Callable[..., Result]
+"""Something like :func:`dllp.api.train_dense`."""
 Train = Callable[[Verb, str, nn.Module, Data, Config], Result]
 """Runs a verb as the named stage of a run."""
 TRAINED, FINETUNED = "trained", "finetuned"
@@ -31,6 +40,8 @@ FINETUNE_LR = 0.25
 """Peak of the fine-tuning's learning rate, as a share of the training's."""
 IMAGES = 512
 """Training inputs that methods see which look at activations."""
+MULTIPLE = 8
+"""Tensor cores and vector units of processors want it."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +85,11 @@ def prune(
     if (config.granularity, method.granularity) == ("weight", "channel"):
         raise ConfigError(f"method {method.name} has granularity = channel: leave out granularity")
     decay = replace(config, granularity="channel").resolved().weight_decay  # the dense network's
-    recipe = replace(config, granularity=method.granularity, particles=1, weight_decay=decay).resolved()
+    plain = replace(config, granularity=method.granularity, particles=1, weight_decay=decay).resolved()
     tuning = None
     if finetune_epochs:
-        tuning = replace(recipe, epochs=finetune_epochs, lr=finetune_lr * recipe.lr, init="given", warmup=0.0)
-    config = method.settings(recipe)
+        tuning = replace(plain, epochs=finetune_epochs, lr=finetune_lr * plain.lr, init="given", warmup=0.0)
+    config = method.settings(plain)
     batches, example, structure = prepare(model, data, config, filter_fn, channels=config.granularity == "channel")
 
     def scene_of(particles: Particles) -> Scene:
@@ -89,12 +100,12 @@ def prune(
         trained = train(regularised(method, scene_of), TRAINED, model, data, config)
     whole = copy.deepcopy(trained.model).to(batches.device)
     scene = replace(scene_of(Particles([whole])), inputs=sample(batches))
-    before = _cut(method, scene, _scores(method, scene), trained, example)
+    before = _cut(method, scene, trained, example)
     if tuning is None:
         return Pruned(before, None)
     particle = before.particles[0]
     if particle.gated:
-        verb = sparse(particle.gated)
+        verb = masked({name: particle.network.get_parameter(name).detach() != 0 for name in particle.gated})
     else:
         verb = widened_to_multiple(particle.reference, structure, before.gates["keep"][0])
     tuned = train(verb, FINETUNED, particle.network, data, tuning)
@@ -109,14 +120,6 @@ def prune(
     return Pruned(before, after)
 
 
-def _scores(method: Method, scene: Scene) -> Tensor:
-    """(U,): the scores of a method, which may be a user's own."""
-    scores, units = method.scores(scene), scene.gating.units
-    if scores.shape != (units,) or scores.isnan().any():
-        raise ConfigError(f"scores of method {method.name} must be {units} numbers, none of them NaN")
-    return scores
-
-
 def sample(batches: Any) -> Tensor:
     """(B, ...): the first training inputs."""
     parts, count = [], 0
@@ -128,8 +131,11 @@ def sample(batches: Any) -> Tensor:
     return torch.cat(parts)[:IMAGES]
 
 
-def _cut(method: Method, scene: Scene, scores: Tensor, trained: Result, example: Tensor) -> Result:
+def _cut(method: Method, scene: Scene, trained: Result, example: Tensor) -> Result:
     """Cut what the scores give up, verify that it equals the gated network, and let the method repair the rest."""
+    scores, units = method.scores(scene), scene.gating.units
+    if scores.shape != (units,) or scores.isnan().any():  # a method may be a user's own
+        raise ConfigError(f"scores of method {method.name} must be {units} numbers, none of them NaN")
     keep = scene.select(scores)[None].to(scene.particles.device)
     particle = extract(scene.particles, scene.gating, keep, example)[0]
     if not isinstance(scene.gating, WeightGating):
@@ -154,3 +160,78 @@ def _cut(method: Method, scene: Scene, scores: Tensor, trained: Result, example:
         whole=dict(scene.gating.whole),
         info={**trained.info, "method": method.name, "hyperparameters": dict(vars(method))},
     )
+
+
+# ---- the two trainings
+
+
+def regularised(method: Method, scene_of: Callable[[Particles], Scene]) -> Verb:
+    """`train_dense` with a method's penalty in the gradient and its `after_step` behind every step."""
+    scene: list[Scene] = []
+
+    def start(state: RunState) -> None:
+        scene[:] = [scene_of(state.particles)]
+        state.penalty = method.penalty(scene[0])
+
+    def step(state: RunState) -> None:
+        method.after_step(scene[0], StepInfo(state.lr, state.progress, state.epoch_ends))
+
+    return _hooked(start, step)
+
+
+def masked(masks: Mapping[str, Tensor]) -> Verb:
+    """`train_dense` in which parameters move only where their mask is True; those without a mask move everywhere."""
+
+    def start(state: RunState) -> None:
+        moving = torch.ones_like(state.learnable)
+        for name, mask in masks.items():
+            state.particles.layout.segments[name].view(moving).mul_(mask.to(moving.device))
+        state.hold(moving)
+
+    return _hooked(start)
+
+
+def _hooked(start: OnStep, step: OnStep | None = None) -> Verb:
+    """`train_dense` that calls `start` and `step` before the caller's own on_start and on_step."""
+
+    def chain(*calls: OnStep | None) -> OnStep:
+        def call(state: RunState) -> None:
+            for each in calls:
+                if each is not None:
+                    each(state)
+
+        return call
+
+    def run(*args: Any, on_start: OnStep | None = None, on_step: OnStep | None = None, **rest: Any) -> Result:
+        return train_dense(*args, on_start=chain(start, on_start), on_step=chain(step, on_step), **rest)
+
+    return run
+
+
+def widened_to_multiple(whole: nn.Module, structure: Structure, keep: Tensor) -> Verb:
+    """A training of a network that was cut from `whole` to the units of `keep` (U,), and may have been mended since.
+
+    Nothing reads the dead channels: the network computes the same with them as without.
+    """
+
+    def run(model: nn.Module, data: Data, config: Config, **rest: Any) -> Result:
+        wide, inner = widen(whole, structure, keep)
+        places = kept_indices(wide, inner)
+        fill(wide, model, places)
+        alive = {name: torch.zeros(weight.shape, dtype=torch.bool) for name, weight in wide.named_parameters()}
+        for name, mask in alive.items():
+            mask.view(-1)[places[name]] = True
+        result = masked(alive)(wide, data, config, **rest)
+        small = cut(result.model, inner)
+        particles = [replace(result.particles[0], network=small, reference=small)]
+        return replace(result, particles=particles, posterior=posterior_of([small], result.gates["noise"], config))
+
+    return run
+
+
+def widen(whole: nn.Module, structure: Structure, keep: Tensor) -> tuple[nn.Module, Recipe]:
+    """The cut network with dead channels, and the recipe of its living part."""
+    more = widened(structure, keep, structure.steps(MULTIPLE))
+    wide, _ = padded(whole, structure, keep, MULTIPLE)
+    groups = restrict(structure.groups, more, recipe(whole, structure.groups, more))
+    return wide, recipe(wide, groups, keep[more])

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from dllp.baselines import METHODS, find, run, trainings
+from dllp.baselines import METHODS, find, run
 from dllp.config import Config
 from dllp.structure.groups import discover
 from dllp.structure.padding import fill
@@ -29,7 +29,7 @@ def test_dead_channels_change_nothing(build, name: str, monkeypatch: pytest.Monk
         return verb(model, data, config, on_start=lambda state: trained.append(state.particles.networks[0]))
 
     laned = run.prune(find(name), network(), data, SHORT, finetune_epochs=2, train=watched)
-    monkeypatch.setattr(trainings, "MULTIPLE", 1)
+    monkeypatch.setattr(run, "MULTIPLE", 1)
     plain = run.prune(find(name), network(), data, SHORT, finetune_epochs=2, train=watched)
 
     widths = {m.out_channels for m in trained[1].modules() if isinstance(m, torch.nn.Conv2d)}
@@ -60,7 +60,7 @@ def test_a_widened_network_computes_the_same_however_channels_are_coupled(name: 
         for tensor in (*small.parameters(), *small.buffers()):  # repaired since the cut
             if tensor.is_floating_point():
                 tensor.mul_(1.1)
-    wide, inner = trainings.widen(whole, structure, keep)
+    wide, inner = run.widen(whole, structure, keep)
     fill(wide, small, kept_indices(wide, inner))
     torch.testing.assert_close(wide(x), small(x), rtol=1e-12, atol=1e-12)
     again = cut(wide, inner).state_dict()
