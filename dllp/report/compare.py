@@ -9,8 +9,8 @@ from dllp.deploy.speed import describe, headline
 from dllp.errors import ArtifactError
 from dllp.evaluation.evaluate import DENSE, TOGETHER
 from dllp.report.contents import Run
-from dllp.report.figures import CYCLE, GREY, MARKS, Plot, Section, axis, bars, line, marks, short
-from dllp.report.markup import metric, percent, plot_text, short_number, table
+from dllp.report.figures import CYCLE, GREY, MARKS, Plot, Section, axis, bars, line, marks, plot_text, short
+from dllp.report.page import metric, percent, short_number, table
 
 KINDS = (DENSE, "particle 1", TOGETHER)
 

@@ -15,7 +15,7 @@ from dllp.evaluation import examples
 from dllp.evaluation.evaluate import CLEAN, DENSE, TOGETHER, Row
 from dllp.evaluation.examples import Examples
 from dllp.records import EpochRecord
-from dllp.report.markup import plain
+from dllp.report.figures import plain
 from dllp.runs import result
 from dllp.runs.names import CORRUPTIONS, EVALUATION, LOG, SPEED, member
 

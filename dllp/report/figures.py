@@ -1,14 +1,18 @@
-"""Plots and sections as plain values, and the traces, axes and colours that the plots share."""
+"""Plots and sections as plain values, and the traces, axes, colours and texts that the plots share.
+
+Names of layers, classes and folders may be a stranger's; whatever is given to these functions is shown as text.
+"""
 
 from __future__ import annotations
 
+import html
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dllp.report.markup import plot_text
-
+LONGEST = 80
 Trace = dict[str, Any]
 # Okabe and Ito's palette, readable for the colour-blind on light and dark ground; shapes and dashes differ as well.
 BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
@@ -51,6 +55,19 @@ class Section:
     lead: str = ""
     markup: str = ""
     plots: tuple[Plot, ...] = ()
+
+
+def plain(text: object, longest: int = LONGEST) -> str:
+    """One line without control or direction characters, of limited length."""
+    line = " ".join(str(text).split())
+    if not line.isprintable():
+        line = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in line)
+    return line if len(line) <= longest else line[: longest - 1] + "…"
+
+
+def plot_text(text: object, longest: int = 40) -> str:
+    """Escaped for plotly, which reads tags and entities in names, ticks and labels."""
+    return html.escape(plain(text, longest), quote=False)
 
 
 def short(values: Iterable[float | None]) -> list[float | None]:
@@ -99,10 +116,10 @@ def upright(x: float, dash: str) -> dict[str, Any]:
 
 def distinct(names: Iterable[object]) -> list[str]:
     """Names as plotly's text, made different where shortening made them equal: equal categories share a place."""
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     found = []
     for name in names:
         text = plot_text(name)
-        seen[text] = seen.get(text, 0) + 1
+        seen[text] += 1
         found.append(text if seen[text] == 1 else f"{text} ({seen[text]})")
     return found

@@ -9,7 +9,7 @@ from dllp.deploy.speed import Row as SpeedRow
 from dllp.report import figures
 from dllp.report.contents import Run, Speed
 from dllp.report.figures import BLUE, CYCLE, ORANGE, ROW, VERMILION, Plot, Section, axis, bars, names_axis, short
-from dllp.report.markup import folded, note, plot_text, table
+from dllp.report.page import folded, note, table
 
 MOST = 30
 """Layers that are drawn: those that lose most time."""
@@ -47,7 +47,7 @@ def _times(speed: Speed) -> Plot:
         spread = {"type": "data", "symmetric": False, "array": short(1e3 * (r.high - r.median) / r.batch for r in rows),
                   "arrayminus": short(1e3 * (r.median - r.low) / r.batch for r in rows)}  # fmt: skip
         traces.append(bars(
-            network, [plot_text(describe(row), 60) for row in rows], [1e3 * row.median / row.batch for row in rows],
+            network, [figures.plot_text(describe(row), 60) for row in rows], [1e3 * r.median / r.batch for r in rows],
             ORANGE if network == DENSE else CYCLE[(i - 1) % 5], error_x=spread,
             hovertemplate="%{y}: %{x:.3f} ms for each example",
         ))  # fmt: skip

@@ -1,20 +1,89 @@
-"""One HTML file with style, plots and plotly itself, under a content security policy that forbids the rest."""
+"""Text and tables in HTML, and the one file with style, plots and plotly itself.
+
+Whatever is given to these functions is shown as text, and a content security policy forbids all that is not the page's.
+"""
 
 from __future__ import annotations
 
 import base64
 import gzip
 import hashlib
+import html
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from dllp.errors import ConfigError
-from dllp.report.figures import Plot, Section
-from dllp.report.markup import html_text, plain
+from dllp.report.figures import LONGEST, Plot, Section, plain
+
+
+def html_text(text: object, longest: int = LONGEST) -> str:
+    """Escaped for element content and quoted attributes."""
+    return html.escape(plain(text, longest))
+
+
+# ---- numbers
+
+
+def percent(value: float, digits: int = 2) -> str:
+    return f"{100 * value:.{digits}f}%"
+
+
+def short_number(value: float | None, unit: str = "") -> str:
+    """1234567 -> 1.23 M."""
+    if value is None:
+        return "–"
+    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            scaled = value / factor
+            return f"{scaled:.{0 if scaled >= 100 else 1 if scaled >= 10 else 2}f} {prefix}{unit}"
+    return f"{value:.0f} {unit}".rstrip()
+
+
+def metric(name: str, value: float | None) -> str:
+    """Accuracy and calibration error in percent, all others as they are."""
+    if value is None:
+        return "–"
+    return percent(value) if name in ("accuracy", "ece") else f"{value:.4f}"
+
+
+# ---- elements
+
+
+def table(heads: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """A table whose first column names the rows; wide tables scroll by themselves."""
+    head = "".join(f'<th scope="col"><bdi>{html_text(name)}</bdi></th>' for name in heads)
+    body = "".join(
+        f'<tr><th scope="row"><bdi>{html_text(name)}</bdi></th>'
+        + "".join(f"<td><bdi>{html_text(cell)}</bdi></td>" for cell in cells)
+        + "</tr>"
+        for name, *cells in rows
+    )
+    content = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="scroll" tabindex="0">{content}</div>'
+
+
+def note(text: str) -> str:
+    """A sentence in place of something that is missing."""
+    return f'<p class="note">{html_text(text, 400)}</p>' if text else ""
+
+
+def folded(title: str, content: str) -> str:
+    """Content that opens on request."""
+    return f"<details><summary>{html_text(title)}</summary>{content}</details>"
+
+
+def definitions(values: Mapping[str, Any]) -> str:
+    """A list of names and values."""
+    items = "".join(f"<dt>{html_text(name)}</dt><dd>{html_text(value, 400)}</dd>" for name, value in values.items())
+    return f"<dl>{items}</dl>"
+
+
+# ---- the file
 
 
 def require_plotly() -> Path:

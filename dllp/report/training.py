@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from dllp.records import GATE_BINS, EpochRecord
+from dllp.report import figures
 from dllp.report.contents import Run
 from dllp.report.figures import BLUE, GREEN, GREY, ORANGE, VERMILION, Plot, Section, Trace, axis, band, line, upright
-from dllp.report.markup import plain
 
 PHASES = {"soft": "gates close", "discrete": "gates discrete"}
 
@@ -119,7 +119,7 @@ def _gates(run: Run) -> list[Plot]:
         }]  # fmt: skip
 
     choices = {"all layers": picture(counts.sum(1))}
-    choices |= {plain(name): picture(counts[:, i]) for i, name in enumerate(run.widths)}
+    choices |= {figures.plain(name): picture(counts[:, i]) for i, name in enumerate(run.widths)}
     return [Plot(
         "gates", "Gate probabilities over time",
         "Bright is where many gates are. They start open, spread while the budget tightens, and end at 0 or 1: "

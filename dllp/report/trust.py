@@ -17,7 +17,7 @@ from dllp.evaluation.examples import Examples
 from dllp.report import figures
 from dllp.report.contents import Picture, Run, Uncertainty
 from dllp.report.figures import BLUE, DASHES, GREEN, GREY, MARKS, ORANGE, VERMILION, Plot, Section, Trace, axis, short
-from dllp.report.markup import html_text, note
+from dllp.report.page import html_text, note
 
 NETWORKS = {DENSE: ORANGE, "particle 1": BLUE, TOGETHER: GREEN}
 """The networks that are drawn: the dense one, the one that is shipped, and the ensemble."""

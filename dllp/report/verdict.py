@@ -8,7 +8,7 @@ from dllp.deploy.speed import describe, headline
 from dllp.evaluation.evaluate import DENSE, TOGETHER, Row
 from dllp.report.contents import Run
 from dllp.report.figures import Section
-from dllp.report.markup import definitions, folded, html_text, metric, note, percent, short_number, table
+from dllp.report.page import definitions, folded, html_text, metric, note, percent, short_number, table
 
 
 def section(run: Run) -> Section:

@@ -16,8 +16,8 @@ from dllp.method.weight_laws import near_zero_ratio
 from dllp.records import Recipe
 from dllp.report import figures
 from dllp.report.contents import Run
-from dllp.report.figures import BLUE, ORANGE, ROW, VERMILION, Plot, Section, Trace, axis, names_axis, short
-from dllp.report.markup import definitions, folded, plain
+from dllp.report.figures import BLUE, ORANGE, ROW, VERMILION, Plot, Section, Trace, axis, names_axis, plain, short
+from dllp.report.page import definitions, folded
 from dllp.runs.names import RUN
 from dllp.runs.tensors import INDEX, VALUE, check_finite, read_tensors
 

@@ -22,7 +22,7 @@ from dllp import report
 from dllp.cli.main import main
 from dllp.errors import ConfigError, DllpError
 from dllp.evaluation import examples
-from dllp.report import contents, figures, markup, page, trust
+from dllp.report import contents, figures, page, trust
 from dllp.runs.names import EXAMPLES
 from tests.support.commands import one_line, plots
 
@@ -132,9 +132,9 @@ def test_runs_on_different_test_examples_are_said_to_be(
 
 @given(st.text())
 def test_names_are_text(name: str) -> None:
-    for shown in (markup.html_text(name), markup.plot_text(name)):
-        assert "<" not in shown and ">" not in shown and markup.plain(name, 10**6).isprintable()
-    assert '"' not in markup.html_text(name)
+    for shown in (page.html_text(name), figures.plot_text(name)):
+        assert "<" not in shown and ">" not in shown and figures.plain(name, 10**6).isprintable()
+    assert '"' not in page.html_text(name)
     found = json.loads(page._embedded({"a": name}))
     assert found == {"a": name} and "<" not in page._embedded({"a": name})
 
