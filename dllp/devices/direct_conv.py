@@ -42,7 +42,7 @@ def _tap(first, k, CP: tl.constexpr, TAPS: tl.constexpr):
 
 @triton.jit
 def _neighbours(
-    x_ptr, pixel, pixels, first, channels,
+    x_ptr, pixel, pixels, first, IN: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, CP: tl.constexpr, TAPS: tl.constexpr, FLIP: tl.constexpr,
 ):  # fmt: skip
     """(M,) pixels -> (M, TAPS * CP): their neighbours' channels side by side, zero outside the image."""
@@ -51,64 +51,56 @@ def _neighbours(
     tap = 8 - tap if FLIP else tap
     dy, dx, c = tap // 3 - 1, tap % 3 - 1, k % CP
     y, x = (pixel // W % H)[:, None] + dy[None, :], (pixel % W)[:, None] + dx[None, :]
-    inside = (y >= 0) & (y < H) & (x >= 0) & (x < W) & (pixel < pixels)[:, None] & (real & (c < channels))[None, :]
-    at = (pixel[:, None] + (dy * W + dx)[None, :]) * channels + c[None, :]
+    inside = (y >= 0) & (y < H) & (x >= 0) & (x < W) & (pixel < pixels)[:, None] & (real & (c < IN))[None, :]
+    at = (pixel[:, None] + (dy * W + dx)[None, :]) * IN + c[None, :]
     return tl.load(x_ptr + at, mask=inside, other=0.0)
 
 
 @triton.jit
 def _convolve(
-    x_ptr, weight_ptr, y_ptr, pixels, in_units, out_units, stride_in, stride_out, stride_tap,
-    IN_ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr, H: tl.constexpr, W: tl.constexpr, CP: tl.constexpr,
-    OP: tl.constexpr, TAPS: tl.constexpr, FLIP: tl.constexpr, M: tl.constexpr,
+    x_ptr, weight_ptr, y_ptr, pixels, stride_in, stride_out, stride_tap,
+    IN: tl.constexpr, OUT: tl.constexpr, H: tl.constexpr, W: tl.constexpr, CP: tl.constexpr, OP: tl.constexpr,
+    TAPS: tl.constexpr, FLIP: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """y = x * w; with FLIP and the strides exchanged, the gradient in x."""
-    inputs, outputs = in_units * IN_ALIGN, out_units * OUT_ALIGN
     pixel = tl.program_id(0) * M + tl.arange(0, M)
     k, o = tl.arange(0, TAPS * CP), tl.arange(0, OP)
     total = tl.zeros((M, OP), tl.float32)
     for first in tl.static_range(3 if TAPS == 4 else 9):
-        x = _neighbours(x_ptr, pixel, pixels, first, inputs, H, W, CP, TAPS, FLIP)
+        x = _neighbours(x_ptr, pixel, pixels, first, IN, H, W, CP, TAPS, FLIP)
         tap, real = _tap(first, k, CP, TAPS)
         at = (tap * stride_tap + k % CP * stride_in)[:, None] + (o * stride_out)[None, :]
-        weight = tl.load(weight_ptr + at, mask=(real & (k % CP < inputs))[:, None] & (o < outputs)[None, :], other=0.0)
+        weight = tl.load(weight_ptr + at, mask=(real & (k % CP < IN))[:, None] & (o < OUT)[None, :], other=0.0)
         total = tl.dot(x, weight.to(x.dtype), total, input_precision="ieee")
-    where = (pixel < pixels)[:, None] & (o < outputs)[None, :]
-    tl.store(y_ptr + pixel[:, None] * outputs + o[None, :], total.to(y_ptr.dtype.element_ty), mask=where)
+    where = (pixel < pixels)[:, None] & (o < OUT)[None, :]
+    tl.store(y_ptr + pixel[:, None] * OUT + o[None, :], total.to(y_ptr.dtype.element_ty), mask=where)
 
 
 @triton.jit
 def _weight_gradient(
-    x_ptr, dy_ptr, part_ptr, pixels, in_units, out_units,
-    IN_ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr, H: tl.constexpr, W: tl.constexpr, CP: tl.constexpr,
-    OP: tl.constexpr, TAPS: tl.constexpr, M: tl.constexpr,
+    x_ptr, dy_ptr, part_ptr, pixels, IN: tl.constexpr, OUT: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    CP: tl.constexpr, OP: tl.constexpr, TAPS: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """Each program's share of dW, (taps and inputs, outputs)."""
-    inputs, outputs = in_units * IN_ALIGN, out_units * OUT_ALIGN
     part, first, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     k, o = tl.arange(0, TAPS * CP), tl.arange(0, OP)
     total = tl.zeros((TAPS * CP, OP), tl.float32)
     for start in range(part * M, pixels, parts * M):
         pixel = start + tl.arange(0, M)
-        x = _neighbours(x_ptr, pixel, pixels, first, inputs, H, W, CP, TAPS, False)
-        where = (pixel < pixels)[:, None] & (o < outputs)[None, :]
-        dy = tl.load(dy_ptr + pixel[:, None] * outputs + o[None, :], mask=where, other=0.0)
+        x = _neighbours(x_ptr, pixel, pixels, first, IN, H, W, CP, TAPS, False)
+        where = (pixel < pixels)[:, None] & (o < OUT)[None, :]
+        dy = tl.load(dy_ptr + pixel[:, None] * OUT + o[None, :], mask=where, other=0.0)
         total = tl.dot(tl.trans(x), dy, total, input_precision="ieee")
     at = ((part * tl.num_programs(1) + first) * TAPS * CP + k[:, None]) * OP + o[None, :]
     tl.store(part_ptr + at, total)
 
 
-def _aligned(channels: int) -> tuple[int, int]:
-    """Channels as units times a constant alignment, from which the compiler concludes that it may load whole words."""
-    align = 8 if channels % 8 == 0 else 1
-    return channels // align, align
-
-
 def _geometry(inputs: int, outputs: int, size: torch.Size, tiles: Tiles) -> dict[str, int]:
+    """Constants of a kernel; from the channels the compiler concludes that it may load whole words."""
     padded = max(triton.next_power_of_2(inputs), SMALLEST // tiles.taps)
     return {
-        "IN_ALIGN": _aligned(inputs)[1], "OUT_ALIGN": _aligned(outputs)[1], "H": size[0], "W": size[1],
-        "CP": padded, "OP": max(triton.next_power_of_2(outputs), SMALLEST), "TAPS": tiles.taps, "M": tiles.pixels,
+        "IN": inputs, "OUT": outputs, "H": size[0], "W": size[1], "CP": padded,
+        "OP": max(triton.next_power_of_2(outputs), SMALLEST), "TAPS": tiles.taps, "M": tiles.pixels,
     }  # fmt: skip
 
 
@@ -120,8 +112,7 @@ def convolve(x: Tensor, weight: Tensor, *, transposed: bool = False) -> Tensor:
         (x.shape[0], outputs, *x.shape[2:]), dtype=x.dtype, device=x.device, memory_format=torch.channels_last
     )
     _convolve[(triton.cdiv(pixels, CONVOLVE.pixels),)](
-        x, weight, y, pixels, _aligned(inputs)[0], _aligned(outputs)[0],
-        weight.stride(in_axis), weight.stride(out_axis), weight.stride(3),
+        x, weight, y, pixels, weight.stride(in_axis), weight.stride(out_axis), weight.stride(3),
         **_geometry(inputs, outputs, x.shape[2:], CONVOLVE), FLIP=transposed, num_warps=CONVOLVE.warps,
     )  # fmt: skip
     return y
@@ -133,9 +124,7 @@ def weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
     g = _geometry(inputs, outputs, x.shape[2:], WEIGHTS)
     parts, rows = min(PARTS, triton.cdiv(pixels, WEIGHTS.pixels)), 3 if g["TAPS"] == 4 else 9
     partial = torch.empty(parts, rows * g["TAPS"] * g["CP"], g["OP"], device=x.device)
-    _weight_gradient[(parts, rows)](
-        x, dy, partial, pixels, _aligned(inputs)[0], _aligned(outputs)[0], **g, num_warps=WEIGHTS.warps
-    )
+    _weight_gradient[(parts, rows)](x, dy, partial, pixels, **g, num_warps=WEIGHTS.warps)
     total = partial.sum(0).view(3, -1, g["CP"], g["OP"])[:, :3, :inputs, :outputs]
     return total.permute(3, 2, 0, 1)
 

@@ -42,6 +42,15 @@ def _total(part_ptr, block, which, CP: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
+def _affine(mean_ptr, rstd_ptr, gamma_ptr, beta_ptr, c, real):
+    """Mean and 1/std of channels, and the scale and shift that normalise them, (CP,) each."""
+    mean = tl.load(mean_ptr + c, mask=real, other=0.0)
+    rstd = tl.load(rstd_ptr + c, mask=real, other=0.0)
+    scale = tl.load(gamma_ptr + c, mask=real, other=0.0) * rstd
+    return mean, rstd, scale, tl.load(beta_ptr + c, mask=real, other=0.0) - mean * scale
+
+
+@triton.jit
 def _statistics(
     x_ptr, part_ptr, ticket_ptr, mean_ptr, rstd_ptr, running_mean_ptr, running_var_ptr, tracked_ptr,
     rows, units, momentum, eps, ALIGN: tl.constexpr, CP: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
@@ -84,8 +93,7 @@ def _normalise(
     block, channels = tl.program_id(1), units * ALIGN
     c = block * CP + tl.arange(0, CP)
     real = c < channels
-    scale = tl.load(gamma_ptr + c, mask=real, other=0.0) * tl.load(rstd_ptr + c, mask=real, other=0.0)
-    shift = tl.load(beta_ptr + c, mask=real, other=0.0) - tl.load(mean_ptr + c, mask=real, other=0.0) * scale
+    _, _, scale, shift = _affine(mean_ptr, rstd_ptr, gamma_ptr, beta_ptr, c, real)
     r = tl.program_id(0) * R + tl.arange(0, R)
     at = r[:, None] * channels + c[None, :]
     mask = (r[:, None] < rows) & real[None, :]
@@ -107,10 +115,7 @@ def _backward_statistics(
     part, block, channels = tl.program_id(0), tl.program_id(1), units * ALIGN
     c = block * CP + tl.arange(0, CP)
     real = c < channels
-    mean = tl.load(mean_ptr + c, mask=real, other=0.0)
-    rstd = tl.load(rstd_ptr + c, mask=real, other=0.0)
-    scale = tl.load(gamma_ptr + c, mask=real, other=0.0) * rstd
-    shift = tl.load(beta_ptr + c, mask=real, other=0.0) - mean * scale
+    mean, rstd, scale, shift = _affine(mean_ptr, rstd_ptr, gamma_ptr, beta_ptr, c, real)
     total = tl.zeros((R, CP), tl.float32)
     along = tl.zeros((R, CP), tl.float32)
     for start in range(part * R, rows, PARTS * R):
@@ -144,10 +149,7 @@ def _backward(
     block, channels = tl.program_id(1), units * ALIGN
     c = block * CP + tl.arange(0, CP)
     real = c < channels
-    mean = tl.load(mean_ptr + c, mask=real, other=0.0)
-    rstd = tl.load(rstd_ptr + c, mask=real, other=0.0)
-    scale = tl.load(gamma_ptr + c, mask=real, other=0.0) * rstd
-    shift = tl.load(beta_ptr + c, mask=real, other=0.0) - mean * scale
+    mean, rstd, scale, shift = _affine(mean_ptr, rstd_ptr, gamma_ptr, beta_ptr, c, real)
     constant = tl.load(dbeta_ptr + c, mask=real, other=0.0) / rows
     slope = tl.load(dgamma_ptr + c, mask=real, other=0.0) * rstd / rows
     r = tl.program_id(0) * R + tl.arange(0, R)
