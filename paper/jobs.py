@@ -27,6 +27,7 @@ from dllp.data.corruptions import parse
 from dllp.devices.device import environment, find_device
 from dllp.errors import ArtifactError
 from dllp.evaluation import metrics, weight_analysis
+from dllp.method import weight_laws
 from dllp.posterior import Posterior, predict_data
 from dllp.records import EpochRecord, Size
 from dllp.structure.groups import Structure, discover
@@ -430,8 +431,22 @@ def spent(result: Result) -> float:
 
 
 def weights(job: Job, result: Result) -> dict[str, Any]:
-    """The distribution of the weights, for jobs that prune single weights (Section 9)."""
-    return {"distribution": weight_analysis.record(result)} if job.granularity == "weight" else {}
+    """The distribution of the weights, for jobs that prune single weights (Section 9).
+
+    Of particles behind the first the statistics of kept weights only; of all a sample of these, for later tests.
+    """
+    if job.granularity != "weight":
+        return {}
+    parts = [weight_analysis.split(particle) for particle in result.particles]
+    pooled = [weight_laws.pooled([layer["kept"] for layer in layers.values()]) for layers in parts]
+    samples = [np.round(weight_laws.thinned(kept, weight_laws.DIP_SAMPLE), 4).tolist() for kept in pooled]
+    shapes = [weight_laws.describe(kept, fits=False) for kept in pooled[1:]]
+    others = [
+        {"kept": None if shape is None else asdict(shape), "sample": sample}
+        for shape, sample in zip(shapes, samples[1:], strict=True)
+    ]
+    study = weight_analysis.study(parts[0], weight_analysis.weights(result.particles[0].reference))
+    return {"distribution": {**study, "sample": samples[0], "others": others}}
 
 
 def dense_size(structure: Structure) -> Size:

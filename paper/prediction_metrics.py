@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllp.evaluation.evaluate import classified, separated
+from dllp.evaluation.evaluate import class_uncertainty, classified, separation
 from dllp.method import efficiency
 from paper.store import CLEAN, OUTSIDE, Store
 
@@ -60,7 +60,7 @@ def _metrics(versions: Versions, labels: Tensor) -> Metrics:
     base = efficiency.estimate_components(clean, labels) if len(clean) > 1 else None
     for name, members in versions.items():
         if name.startswith(OUTSIDE):
-            found[name] = separated(members, clean)
+            found[name] = separation(class_uncertainty(members), class_uncertainty(clean))
             continue
         found[name] = classified(members, labels)
         if base is not None:

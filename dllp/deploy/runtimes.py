@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,17 +82,14 @@ def torch_samples(
 ) -> list[Samples]:
     """Samples of every network on the device of its inputs."""
 
-    def call(network: nn.Module) -> Call:
-        def work() -> None:
-            network(x)
-            if x.is_cuda:
-                torch.cuda.synchronize()
-
-        return work
+    def call(network: nn.Module) -> None:
+        network(x)
+        if x.is_cuda:
+            torch.cuda.synchronize()
 
     try:
         # moved outside inference mode: weights that are moved inside it can never be exported again
-        calls = [call(network.to(x.device)) for network in networks]
+        calls = [partial(call, network.to(x.device)) for network in networks]
         with limited(threads), torch.inference_mode():
             return interleaved(calls, seconds, fewest)
     finally:

@@ -142,7 +142,7 @@ def measure(
             predicted, clean = predict_data(group.posterior, inputs, device), found.clean[group.name]
             for row, part in group.rows:
                 outside, inside = (_uncertainty(group.posterior, each.of(part)) for each in (predicted, clean))
-                found.rows.append(replace(row, data=OOD + name, metrics=_separation(outside, inside)))
+                found.rows.append(replace(row, data=OOD + name, metrics=separation(outside, inside)))
     return found
 
 
@@ -214,12 +214,7 @@ def classified(members: Tensor, labels: Tensor) -> dict[str, float]:
     return values
 
 
-def separated(outside: Tensor, inside: Tensor) -> dict[str, float]:
-    """Out-of-distribution (n, M, C) and clean (n, B, C) probabilities -> AUROC and FPR95 of the uncertainty."""
-    return _separation(_class_uncertainty(outside), _class_uncertainty(inside))
-
-
-def _class_uncertainty(members: Tensor) -> dict[str, Tensor]:
+def class_uncertainty(members: Tensor) -> dict[str, Tensor]:
     """(n, B, C) -> (B,) scores that should be large for out-of-distribution inputs; the first is the usual one."""
     found = decompose(members.double())
     scores = {"": class_entropy(found.mean)}
@@ -230,14 +225,14 @@ def _class_uncertainty(members: Tensor) -> dict[str, Tensor]:
 
 def _uncertainty(posterior: Posterior, predicted: PredictedData) -> dict[str, Tensor]:
     if posterior.task == "classification":
-        return _class_uncertainty(predicted.members)
+        return class_uncertainty(predicted.members)
     if predicted.noise.isnan().any():  # of a network that was given the noise is unknown
         return {}
     return {"": posterior.judge(predicted.members, predicted.noise).total.mean(1)}
 
 
-def _separation(outside: Mapping[str, Tensor], inside: Mapping[str, Tensor]) -> dict[str, float]:
-    """AUROC and FPR95 of every score."""
+def separation(outside: Mapping[str, Tensor], inside: Mapping[str, Tensor]) -> dict[str, float]:
+    """Scores of out-of-distribution (M,) and of clean inputs (B,) -> AUROC and FPR95 of each."""
     values = {}
     for name, scores in outside.items():
         values[f"auroc{name}"] = metrics.auroc(inside[name], scores)

@@ -45,34 +45,6 @@ def analyze(result: Result, particle: int = 0, dense: nn.Module | None = None) -
     return {**named, "reference": "M_0" if dense is None else "dense", **study(parts, reference)}
 
 
-def record(result: Result) -> dict[str, Any]:
-    """The entry of a results file: the study of the first particle, of the others the statistics of kept weights only.
-
-    Of all of them a sample of the kept weights, for later tests.
-    """
-    first, *others = result.particles
-    parts = split(first)
-    return {
-        **study(parts, weights(first.reference)),
-        "sample": _sample(_kept(parts)),
-        "others": [_brief(_kept(split(other))) for other in others],
-    }
-
-
-def _kept(parts: Mapping[str, Mapping[str, Array]]) -> Array:
-    """(m,): the kept weights of all layers, each standardised."""
-    return weight_laws.pooled([layer["kept"] for layer in parts.values()])
-
-
-def _sample(kept: Array) -> list[float]:
-    return np.round(weight_laws.thinned(kept, weight_laws.DIP_SAMPLE), 4).tolist()
-
-
-def _brief(kept: Array) -> dict[str, Any]:
-    shape = weight_laws.describe(kept, fits=False)
-    return {"kept": None if shape is None else asdict(shape), "sample": _sample(kept)}
-
-
 def weights(network: nn.Module) -> dict[str, Array]:
     """The weights (m,) of every convolution and linear module; those that several share count once."""
     names: dict[Tensor, str] = {}
@@ -114,24 +86,18 @@ def study(parts: Mapping[str, Mapping[str, Array]], reference: Mapping[str, Arra
         limit = LIMIT * (max(widths, default=0.0) or 1.0)
         found = {part: weight_laws.describe(layer[part], references.get(name)) for part in PARTS}
         shapes[name] = {part: None if shape is None else asdict(shape) for part, shape in found.items()}
-        densities[name] = {
-            "limit": limit,
-            **{part: weight_laws.density(layer[part], limit) for part in PARTS},
-        }
+        densities[name] = {"limit": limit} | {part: weight_laws.density(layer[part], limit) for part in PARTS}
     return {WHOLE: shapes.pop(WHOLE), "layers": shapes, "densities": densities}
 
 
 # ---- as text
 
-HEADERS = {
-    "part": "", "count": "weights", "std": "std", "near_zero": "near\nzero", "kurtosis": "excess\nkurt.", "ks": "KS",
-    "dip_p": "dip\np", "wasserstein": "W", "law": "best\nlaw", "law_ks": "its\nKS",
+COLUMNS = {
+    "count": ("weights\n", ","), "std": ("std\n", "#.3g"), "near_zero": ("near\nzero", ".2f"),
+    "kurtosis": ("excess\nkurt.", ".2f"), "ks": ("KS\n", ".3f"), "dip_p": ("dip\np", ".2f"),
+    "wasserstein": ("W\n", ".3f"), "law": ("best\nlaw", ""), "law_ks": ("its\nKS", ".3f"),
 }  # fmt: skip
-"""In two lines, so that the table fits 80 columns."""
-FORMATS = {
-    "count": ",", "std": "#.3g", "near_zero": ".2f", "kurtosis": ".2f", "ks": ".3f", "dip_p": ".2f",
-    "wasserstein": ".3f", "law_ks": ".3f",
-}  # fmt: skip
+"""Head and format of each; heads have two lines, so that the table fits 80 columns."""
 LAWS = {"amoroso": "amoroso", "amoroso_2": "amoroso 2", "pareto": "pareto", "generalised_pareto": "GPD"}
 WIDTH = 80
 
@@ -140,7 +106,7 @@ def text(report: Mapping[str, Any]) -> str:
     """The report's statistics as a table; all layers pooled come first, standardised. A name has its own line."""
     named = {WHOLE: report[WHOLE], **report["layers"]}
     rows = {name: [_row(part, shapes[part]) for part in PARTS if shapes[part]] for name, shapes in named.items()}
-    tops = [list(line) for line in zip(*(f"{head}\n".split("\n")[:2] for head in HEADERS.values()), strict=True)]
+    tops = [["", *line] for line in zip(*(head.split("\n") for head, _ in COLUMNS.values()), strict=True)]
     columns = zip(*tops, *(row for found in rows.values() for row in found), strict=True)
     widths = [max(map(len, column)) for column in columns]
     lines = [_aligned(top, widths) for top in tops]
@@ -160,7 +126,7 @@ def text(report: Mapping[str, Any]) -> str:
 
 def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
     """Names to the left, numbers to the right."""
-    cells = zip(row, HEADERS, widths, strict=True)
+    cells = zip(row, ("part", *COLUMNS), widths, strict=True)
     aligned = (cell.ljust(width) if key in ("part", "law") else cell.rjust(width) for cell, key, width in cells)
     return f" {'  '.join(aligned)}".rstrip()
 
@@ -168,6 +134,5 @@ def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
 def _row(part: str, shape: Mapping[str, Any]) -> list[str]:
     fits = shape["fits"]
     best = max(fits, key=lambda law: fits[law]["log_likelihood"]) if fits else None
-    numbers = {**shape, "law_ks": best and fits[best]["ks"]}
-    cells = {key: "–" if numbers[key] is None else format(numbers[key], form) for key, form in FORMATS.items()}
-    return [{"part": part, "law": LAWS[best] if best else "–", **cells}[key] for key in HEADERS]
+    values = {**shape, "law": best and LAWS[best], "law_ks": best and fits[best]["ks"]}
+    return [part, *("–" if values[key] is None else format(values[key], form) for key, (_, form) in COLUMNS.items())]
