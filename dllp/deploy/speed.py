@@ -142,17 +142,12 @@ def headline(rows: Sequence[Row]) -> Row | None:
 
 
 def measure(
-    found: Sequence[Subject],
-    shape: tuple[int, ...],
-    *,
-    batches: Sequence[int] = (1, 64),
-    threads: Sequence[int] | None = None,
-    seconds: float = 5.0,
-    cuda: bool | None = None,
-    int8: bool = True,
-    progress: Callable[[str], None] = lambda text: None,
-) -> list[Row]:
+    found: Sequence[Subject], shape: tuple[int, ...], *, batches: Sequence[int] = (1, 64),
+    threads: Sequence[int] | None = None, seconds: float = 5.0, progress: Callable[[str], None] = lambda text: None,
+) -> list[Row]:  # fmt: skip
     """Time every network in every setting; the networks of one setting take turns, so that all see the same machine.
+
+    CUDA is a setting where there is one, and onnxruntime's static quantisation of the pruned network a runtime.
 
     Args:
         found: The networks, the dense one first.
@@ -160,27 +155,23 @@ def measure(
         batches: Batch sizes.
         threads: Numbers of CPU threads; by default 1 and all.
         seconds: How long one setting is measured for.
-        cuda: Measure on CUDA too; by default where there is one.
-        int8: Add onnxruntime's static quantisation of the pruned network.
         progress: Called with the name of each setting before it is measured.
     """
     require_onnx()
     if not batches or min(batches) < 1:
         raise ConfigError("batch sizes must be positive: for example --batch 1 64")
     every = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cuda = torch.cuda.is_available() if cuda is None else cuda
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         progress("exporting")
         paths = {subject.name: runtimes.written(subject, shape, Path(folder), i) for i, subject in enumerate(found)}
         graphs = [(subject, ONNX, paths[subject.name][ONNX]) for subject in found]
-        if int8:
-            graphs += [(s, INT8, runtimes.quantised(paths[PRUNED][ONNX], shape)) for s in found if s.name == PRUNED]
+        graphs += [(s, INT8, runtimes.quantised(paths[PRUNED][ONNX], shape)) for s in found if s.name == PRUNED]
         largest = (max(batches), *shape)
         peaks = {name: peak_bytes(each[TORCH], largest) for name, each in paths.items()}
         graph_peaks = {path: peak_bytes(path, largest) for _, _, path in graphs}
         disk = {name: each[TORCH].with_suffix(".safetensors").stat().st_size for name, each in paths.items()}
-        for device in ("cpu", "cuda") if cuda else ("cpu",):
+        for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
             here = [graph for graph in graphs if device == "cpu" or graph[1] == ONNX]
             for count in sorted(set(threads or (1, every))) if device == "cpu" else (1,):
                 for batch in batches:

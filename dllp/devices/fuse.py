@@ -108,11 +108,8 @@ def agree(network: nn.Module, fused: nn.Module, example: Tensor) -> bool:
             except Exception:  # a sum of unequal shapes, or kernels that this device cannot run
                 return False
         results.append([*values, *(b.float() for _, b in sorted(trial.named_buffers()))])
-    return all(_close(a, b) for a, b in zip(*results, strict=True))
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool((a - b).norm() <= TOLERANCE * a.norm())
+    pairs = zip(*results, strict=True)
+    return all(a.shape == b.shape and bool((a - b).norm() <= TOLERANCE * a.norm()) for a, b in pairs)
 
 
 def _eligible(norm: nn.BatchNorm2d) -> bool:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from dllp import __version__
 from dllp.devices.mesh import Axis, Place, connected
-from dllp.errors import ConfigError, DllpError, RankError
+from dllp.errors import ConfigError, DllpError, RankError, first_line
 
 T = TypeVar("T")
 Parallel = Literal["data", "particles", "both"]
@@ -138,12 +138,13 @@ def joined() -> Iterator[Ranks]:
     ranks = Ranks()
     try:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, **_rendezvous(), timeout=PREPARING)
+        met, rank, size = next(rendezvous("env://", timeout=PREPARING))
+        # torchrun keeps its store over restarts; a prefix hides the addresses of processes that are gone
+        store = dist.PrefixStore(f"life-{restarts()}", met)  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PREPARING)
     except (RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        failure = RankError(
-            f"the processes of the run did not meet ({reason}): start them with torchrun, and a free --master-port"
-        )
+        reason = f"the processes of the run did not meet ({first_line(error)})"
+        failure = RankError(f"{reason}: start them with torchrun, and a free --master-port")
         failure.reported_elsewhere = number() > 0
         raise failure from None
     try:
@@ -154,13 +155,3 @@ def joined() -> Iterator[Ranks]:
         yield ranks
     finally:
         ranks.close()
-
-
-def _rendezvous() -> dict[str, Any]:
-    """Arguments of `init_process_group`: store, rank and world size.
-
-    torchrun keeps its store over restarts; a prefix hides the addresses of processes that are gone.
-    """
-    met, rank, size = next(rendezvous("env://", timeout=PREPARING))
-    store = dist.PrefixStore(f"life-{restarts()}", met)  # pyright: ignore[reportPrivateImportUsage]
-    return {"store": store, "rank": rank, "world_size": size}

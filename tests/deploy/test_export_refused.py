@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from dllp.runs.result import read_run
 from dllp.structure.groups import discover
 from dllp.structure.padding import kept_units
 from dllp.zoo import build
-from tests.support.commands import ENVIRONMENT, one_line
+from tests.support.commands import one_line
 
 SHAPE = (1, 8, 8)
 
@@ -30,20 +28,6 @@ SHAPE = (1, 8, 8)
 @pytest.fixture
 def result(run: Path) -> dllp.Result:
     return dllp.load(run, build("small_cnn", num_classes=10, in_channels=1, image_size=8))
-
-
-CHOOSING = """
-from torch import nn
-
-class Choosing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.last = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(8, 10)
-
-    def forward(self, x):
-        y = self.second(self.first(x).relu())
-        return self.last((y if y.sum() > 0 else 2 * y).mean((2, 3)))
-"""
 
 
 def test_foreign_recipe_is_refused(result: dllp.Result) -> None:
@@ -117,15 +101,6 @@ def test_file_is_asked_for(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     one_line(capsys, f"cannot write {tmp_path}: it is a folder; give a file")
 
 
-def test_network_that_fixes_its_batch_is_refused(tmp_path: Path) -> None:
-    class Fixed(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.view(2, 4) if x.sum() > 0 else x
-
-    with pytest.raises(ExportError, match="cannot be traced"):
-        export.write(Fixed(), tmp_path / "a.pt2", torch.ones(2, 4), "pt2")
-
-
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -166,16 +141,6 @@ def test_the_exporter_says_nothing_itself(
     with pytest.raises(ExportError, match="cannot be traced with a dynamic batch"):
         export.write(Choosing(), tmp_path / "b", torch.ones(2, 4), format)
     assert capfd.readouterr() == ("", "") and logging.root.manager.disable == level
-
-
-def test_the_command_says_one_line_of_what_cannot_be_exported(tmp_path: Path) -> None:
-    (tmp_path / "nets.py").write_text(CHOOSING)
-    words = ["--model", "nets:Choosing", "--keep-flops", "0.9", "--epochs", "1", "--no-dense", "--out", "run"]
-    for command in (["prune", *words, "--quiet"], ["export", "run", "--model", "nets:Choosing", "--out", "a.onnx"]):
-        call = [sys.executable, "-m", "dllp", *command]
-        done = subprocess.run(call, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("dllp: error: the network cannot be traced with a dynamic batch")
 
 
 @pytest.mark.parametrize("format", ["onnx", "pt2"])
