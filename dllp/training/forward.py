@@ -13,8 +13,7 @@ from torch.func import functional_call
 from dllp.config import Config
 from dllp.devices import fuse, recompute
 from dllp.devices.device import cast_like_autocast
-from dllp.devices.mesh import Axis
-from dllp.devices.sync_batch_norm import synchronise
+from dllp.devices.mesh import Axis, synchronise
 from dllp.posterior import evaluating
 from dllp.structure.slicing import Fold
 from dllp.structure.trace import explained

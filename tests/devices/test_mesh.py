@@ -20,9 +20,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dllp.devices.mesh import Axis, Place
+from dllp.devices.mesh import Axis, CpuSyncBatchNorm, CudaSyncBatchNorm, Place, synchronise
 from dllp.devices.ranks import Ranks
-from dllp.devices.sync_batch_norm import CpuSyncBatchNorm, CudaSyncBatchNorm, synchronise
 from dllp.errors import ConfigError, DataError, DllpError, RankError
 from dllp.training.snapshot import Snapshot, restore, snapshot
 from dllp.training.trainer import train
