@@ -52,22 +52,16 @@ def contained(folder: Path, path: Path, kind: type[DllpError] = ArtifactError) -
     return path
 
 
-def open_plain(path: Path, kind: type[DllpError] = ArtifactError) -> BinaryIO:
+def open_plain(path: Path | str, kind: type[DllpError] = ArtifactError) -> BinaryIO:
     """Open a regular file; a pipe or a device, which may never end, is an error."""
-    return os.fdopen(_opened(path, kind)[0], "rb")
-
-
-def _opened(path: Path | str, kind: type[DllpError]) -> tuple[int, int]:
-    """Handle and size of a regular file."""
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except (OSError, ValueError) as error:
         raise kind(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    status = os.fstat(handle)
-    if not stat.S_ISREG(status.st_mode):
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise kind(f"cannot read {path}: it is no regular file")
-    return handle, status.st_size
+    return os.fdopen(handle, "rb")
 
 
 def read_bytes(path: Path, limit: int, kind: type[DllpError] = ArtifactError) -> bytes:
@@ -77,9 +71,8 @@ def read_bytes(path: Path, limit: int, kind: type[DllpError] = ArtifactError) ->
 
 def read_part(path: Path | str, offset: int, size: int | None, limit: int, kind: type[DllpError]) -> bytes:
     """`size` bytes of a regular file from `offset` on, or all the rest: at most `limit`, and never fewer than asked."""
-    handle, end = _opened(path, kind)
-    with os.fdopen(handle, "rb") as file:
-        wanted = end - offset if size is None else size
+    with open_plain(path, kind) as file:
+        wanted = os.fstat(file.fileno()).st_size - offset if size is None else size
         if wanted > limit:
             raise kind(f"{path} has {wanted} bytes, more than the {limit} that are read")
         try:
@@ -140,14 +133,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def typed(hint: type[T], value: Any, place: object, kind: type[DllpError] = ArtifactError) -> T:
     """A JSON value as its annotated type: dataclasses are made of objects, all else is returned as it is.
 
-        typed(EpochRecord, value, path)         a dataclass, made of an object
-        typed(list[Size], value, path)          a list of them
-
-    Names that a dataclass lacks are ignored: files may hold computed values besides.
-
-    Args:
-        place: The file, for the error: `run.json: history[3].loss[0] must be a number`.
-        kind: What to raise.
+    Names that a dataclass lacks are ignored: files may hold computed values besides. An error of the given `kind`
+    names the `place`: `run.json: history[3].loss[0] must be a number`.
     """
     return _typed(hint, value, "", place, kind)
 
@@ -193,9 +180,8 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_named(path: Path, content: bytes) -> None:
-    """Write what a user names: a link stays, and the file that it leads to is replaced.
+    """Write what a user names: the file that a link leads to is replaced, a pipe or a device is written into.
 
-    A pipe or a device is no file that could be replaced: the content goes into it, as it does into standard output.
     Never for files in folders that may be a stranger's: a link in there could lead anywhere.
     """
     try:

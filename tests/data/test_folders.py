@@ -149,8 +149,8 @@ def test_every_image_is_opened_once_and_threads_change_nothing(tmp_path, monkeyp
         Image.fromarray(rng.integers(0, 256, (9, 7, 3), np.uint8)).save(tmp_path / name)
     for name in names[3:6]:
         (tmp_path / name).write_bytes(b"no image")
-    opened, plain = [], files._opened
-    monkeypatch.setattr(files, "_opened", lambda path, kind: opened.append(str(path)) or plain(path, kind))
+    opened, plain = [], files.open_plain
+    monkeypatch.setattr(files, "open_plain", lambda path, kind: opened.append(str(path)) or plain(path, kind))
     monkeypatch.setattr(reader, "cores", lambda: 4)
     monkeypatch.setattr(image_folder, "THREAD_CHUNK", 2)
     told = []
