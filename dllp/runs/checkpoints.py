@@ -71,21 +71,17 @@ class Checkpoints:
 
     def after_step(self, step: int, epoch_ends: bool, take: Take, *, last: bool = False) -> None:
         """Write a checkpoint if one is due, waiting for the `last` one; after :meth:`stop`, write it and raise."""
-        due = last or (self.folder is not None and not self.busy and self.due(step, epoch_ends))
-        signal, wanted = self.ranks.steps.maximum(self.signal or 0, int(due))
+        signal, wanted = self.ranks.steps.maximum(self.signal or 0, int(last or self._due(step, epoch_ends)))
         if signal or wanted:
             self.save(step, take, wait=last or bool(signal))
         if signal:
             self.signal = signal
             raise Interrupted(signal)
 
-    @property
-    def busy(self) -> bool:
-        """True while one is still being written."""
-        return self._pending is not None and not self._pending.done()
-
-    def due(self, step: int, epoch_ends: bool) -> bool:
-        """True when it is time for one."""
+    def _due(self, step: int, epoch_ends: bool) -> bool:
+        """True when it is time for one, and none is still being written."""
+        if self.folder is None or (self._pending is not None and not self._pending.done()):
+            return False
         late = self.every_seconds > 0 and time.monotonic() - self._last_time >= self.every_seconds
         return epoch_ends or late or (self.every_steps > 0 and step - self._last_step >= self.every_steps)
 
@@ -94,12 +90,10 @@ class Checkpoints:
         self.signal = signal
 
     def save(self, step: int, take: Take, *, wait: bool = False) -> None:
-        """Take a snapshot now and write it in the background; one that is still being written is not overtaken.
+        """Take a snapshot now and write it in the background.
 
         A failure to write is raised by the next call, or at once with `wait`.
         """
-        if self.busy and not wait:
-            return
         if self.ranks.alone:
             self.flush()  # before memory is taken for another; processes of one run must take theirs together first
         taken = take()
