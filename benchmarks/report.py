@@ -28,7 +28,7 @@ from dllp.deploy import speed
 from dllp.evaluation import examples
 from dllp.evaluation.evaluate import DENSE
 from dllp.records import GATE_BINS
-from dllp.runs import names
+from dllp.runs.folder import SPEED
 from dllp.runs.tensors import write_network
 from dllp.zoo import build
 
@@ -78,7 +78,7 @@ def keep_speed(folder: Path, result: dllp.Result) -> None:
     dense, pruned = speed.subjects(result, (3, 32, 32), round_to=1)
     rows = speed.as_dict(speed.measure_torch([dense, pruned], (3, 32, 32), batches=[1], seconds=0))
     layers = [vars(layer) for layer in speed.torch_layers(dense, pruned, (3, 32, 32), batch=1, runs=1)]
-    files.write_json(folder / names.SPEED, {"rows": rows, "layers": layers})
+    files.write_json(folder / SPEED, {"rows": rows, "layers": layers})
 
 
 def painted(page: Path) -> dict[str, float] | None:

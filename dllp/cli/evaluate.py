@@ -20,7 +20,7 @@ from dllp.errors import ConfigError, DataError, DllpError, check_count
 from dllp.evaluation import evaluate
 from dllp.evaluation.sampling import sample_gates
 from dllp.report import contents
-from dllp.runs.names import CORRUPTIONS, member
+from dllp.runs.folder import CORRUPTIONS, member
 from dllp.runs.settings import Task
 
 

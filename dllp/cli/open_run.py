@@ -27,8 +27,7 @@ from dllp.errors import ArtifactError, ConfigError, DataError, first_line
 from dllp.evaluation.evaluate import DENSE
 from dllp.posterior import Posterior, posterior_of
 from dllp.runs import settings
-from dllp.runs.names import DENSE as DENSE_FILE
-from dllp.runs.names import RUN, SETTINGS, member, particle
+from dllp.runs.folder import DENSE_FILE, RUN, SETTINGS, member, particle_file, reference_file
 from dllp.runs.result import Run
 from dllp.runs.result import read_run as read_record
 from dllp.runs.settings import DLLP, Task
@@ -175,7 +174,7 @@ class StoredRun:
         if not self.task.is_code:
             with torch.device("meta"):  # no memory is taken before the shapes are known to fit
                 network = build_network(self.task, *sizes)
-            check_shapes(self.folder / "reference-0.safetensors", network)
+            check_shapes(self.folder / reference_file(0), network)
 
         def make() -> nn.Module:
             return build_network(self.task, *sizes)
@@ -274,7 +273,7 @@ def as_trained(data: Dataset, known: DataInfo) -> ArrayData:
 
 def disk(folder: Path, result: Result) -> dict[str, int]:
     """Bytes of every network of a run folder, by the name of its row."""
-    sizes = {f"particle {i + 1}": member(folder, particle(i)).stat().st_size for i in range(len(result.particles))}
+    sizes = {f"particle {i + 1}": member(folder, particle_file(i)).stat().st_size for i in range(len(result.particles))}
     if (folder / DENSE_FILE).exists():
         sizes[DENSE] = member(folder, DENSE_FILE).stat().st_size
     return sizes

@@ -25,7 +25,7 @@ from dllp.deploy.speed import describe as describe_speed
 from dllp.errors import ConfigError
 from dllp.evaluation.evaluate import CLEAN, OOD, TOGETHER, Evaluation, Row
 from dllp.records import EpochRecord
-from dllp.runs.names import TENSORBOARD
+from dllp.runs.folder import TENSORBOARD
 from dllp.training.state import RunState
 
 WIDTH = 80

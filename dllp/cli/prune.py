@@ -31,9 +31,7 @@ from dllp.posterior import Posterior, posterior_of
 from dllp.records import EpochRecord
 from dllp.runs import pretrained, settings
 from dllp.runs.checkpoints import Checkpoints
-from dllp.runs.folder import RunFolder
-from dllp.runs.names import DENSE as DENSE_FILE
-from dllp.runs.names import EVALUATION, SETTINGS, member
+from dllp.runs.folder import DENSE_FILE, EVALUATION, SETTINGS, RunFolder, member
 from dllp.runs.settings import DLLP, Task
 from dllp.runs.signals import Signals
 from dllp.runs.tensors import write_network

@@ -22,7 +22,7 @@ from dllp.evaluation import examples
 from dllp.posterior import predict_data
 from dllp.report import contents, trust
 from dllp.runs import settings
-from dllp.runs.names import PAGE
+from dllp.runs.folder import PAGE
 from dllp.runs.settings import Task
 
 LAYER_BATCH = 16

@@ -16,7 +16,7 @@ from dllp.deploy import speed
 from dllp.deploy.export import require_onnx
 from dllp.devices import device as devices
 from dllp.errors import ArtifactError
-from dllp.runs.names import SPEED
+from dllp.runs.folder import SPEED
 
 
 def run(args: Namespace) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from dllp.errors import ArtifactError
 from dllp.evaluation.evaluate import DENSE, TOGETHER
 from dllp.posterior import PredictedData, decompose
-from dllp.runs.names import EXAMPLES
+from dllp.runs.folder import EXAMPLES
 from dllp.runs.tensors import read_tensors, write_tensors
 
 MOST_BYTES = 2**30

@@ -17,7 +17,7 @@ from dllp.evaluation.examples import Examples
 from dllp.records import EpochRecord
 from dllp.report.figures import plain
 from dllp.runs import result
-from dllp.runs.names import CORRUPTIONS, EVALUATION, LOG, SPEED, member
+from dllp.runs.folder import CORRUPTIONS, EVALUATION, LOG, SPEED, member
 
 Uncertainty = Literal["aleatoric", "epistemic"]
 

@@ -18,7 +18,7 @@ from dllp.report import figures
 from dllp.report.contents import Run
 from dllp.report.figures import BLUE, ORANGE, ROW, VERMILION, Plot, Section, Trace, axis, names_axis, plain, short
 from dllp.report.page import definitions, folded
-from dllp.runs.names import RUN
+from dllp.runs.folder import RUN
 from dllp.runs.tensors import INDEX, VALUE, check_finite, read_tensors
 
 BINS = 60

@@ -1,7 +1,20 @@
-"""The folder of a run while it is written: one process at a time, what is in it is whole, and a killed run goes on.
+"""The folder of a run: the names of its files, and how it is written.
 
-`dllp prune` works in the folder itself (:class:`RunFolder`), a result that is saved takes its place at once
-(:func:`new_folder`). :mod:`dllp.runs.names` lists the files.
+One process at a time writes, what is in it is whole, and a killed run goes on: `dllp prune` works in the folder itself
+(:class:`RunFolder`), a result that is saved takes its place at once (:func:`new_folder`).
+
+.lock                         held by the process that works here; without meaning once that is gone
+config.yaml                   every setting, written before the first step
+checkpoints/TRAINING/step-*   the last two of each training, while it goes on
+log.jsonl                     a line for each image that is left out, and for each epoch
+particle-K.safetensors        M_p of particle K; single pruned weights are stored as positions and values
+reference-K.safetensors       M_0 of particle K
+gates.safetensors             gate logits, decisions, slab precisions, noise
+dense.safetensors             the dense network that the run is compared with
+evaluation.json               metrics of every network
+examples.safetensors          predictions for single test examples
+run.json                      format, configuration, recipes, costs, history; written last: the run is finished
+speed.json, corruptions.json, report.html, tensorboard/    added by other commands
 """
 
 from __future__ import annotations
@@ -22,7 +35,33 @@ from filelock import FileLock, Timeout
 from dllp import files
 from dllp.errors import ArtifactError, Interrupted
 from dllp.records import EpochRecord
-from dllp.runs.names import CHECKPOINTS, LOCK, LOG, OWN, RUN, SETTINGS, member
+
+LOCK, SETTINGS, CHECKPOINTS, LOG, RUN = ".lock", "config.yaml", "checkpoints", "log.jsonl", "run.json"
+GATES, DENSE_FILE, EXAMPLES = "gates.safetensors", "dense.safetensors", "examples.safetensors"
+EVALUATION, SPEED, CORRUPTIONS = "evaluation.json", "speed.json", "corruptions.json"
+PAGE, TENSORBOARD = "report.html", "tensorboard"
+OWN = (
+    LOCK, SETTINGS, CHECKPOINTS, LOG, RUN, GATES, DENSE_FILE, EXAMPLES, EVALUATION, SPEED, CORRUPTIONS, PAGE,
+    TENSORBOARD, "particle-*.safetensors", "reference-*.safetensors", ".*.tmp",
+)  # fmt: skip
+"""Patterns of all files; an unfinished run's folder with any other file in it is never replaced."""
+HOLDS_RUN = "{} already holds a run: choose another folder, or replace it (--overwrite)"
+HOLDS_OTHERS = "{} holds other files: choose another folder for the run"
+
+
+def particle_file(k: int) -> str:
+    """Name of the file of M_p, the extracted network of particle k."""
+    return f"particle-{k}.safetensors"
+
+
+def reference_file(k: int) -> str:
+    """Name of the file of M_0, particle k in its full shape."""
+    return f"reference-{k}.safetensors"
+
+
+def member(folder: Path, name: str) -> Path:
+    """A file of a run folder; a link that leads out of the folder is an error."""
+    return files.contained(folder, folder / name)
 
 
 class RunFolder(AbstractContextManager["RunFolder"]):
@@ -94,7 +133,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         names = [path.name for path in self.folder.iterdir()]
         strange = any(not any(fnmatch.fnmatchcase(name, own) for own in OWN) for name in names)
         if not self.finished and (strange or (SETTINGS in names and not self.unfinished)):
-            raise ArtifactError(f"{self.folder} holds other files: choose another folder for the run")
+            raise ArtifactError(HOLDS_OTHERS.format(self.folder))
 
     def _check_free(self) -> None:
         if self.resume and not self.finished and not self.unfinished:
@@ -102,9 +141,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         if self.resume or self.overwrite:
             return
         if self.finished:
-            raise ArtifactError(
-                f"{self.folder} already holds a run: choose another folder, or replace it (--overwrite)"
-            )
+            raise ArtifactError(HOLDS_RUN.format(self.folder))
         if self.unfinished:
             raise ArtifactError(
                 f"{self.folder} holds an unfinished run: go on with {self.command}, or start over with --overwrite"
@@ -143,16 +180,15 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         files.write_bytes(self.folder / SETTINGS, settings)
 
     def _take(self) -> None:
-        path = self.folder.absolute()
-        self._made = [parent for parent in (path, *path.parents) if not parent.exists()]
+        self._made = _missing(self.folder)
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             if not self._lock.is_locked:
                 self._hold()
                 self._check_names()
                 self._check_free()
         except BaseException:
-            self._remove_made()
+            _remove_empty(self._made)
             raise
         self._clear()
 
@@ -215,12 +251,18 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         with suppress(OSError):
             self._clear()
         self._let_go()
-        self._remove_made()
+        _remove_empty(self._made)
 
-    def _remove_made(self) -> None:
-        for path in self._made:
-            with suppress(OSError):
-                path.rmdir()
+
+def _missing(folder: Path) -> list[Path]:
+    """The folder and its parents that are not there yet, the deepest first."""
+    return [path for path in (folder.absolute(), *folder.absolute().parents) if not path.exists()]
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    for path in folders:
+        with suppress(OSError):
+            path.rmdir()
 
 
 # ---- a folder at once
@@ -232,32 +274,28 @@ def new_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
 
     Only a run folder or an empty one is ever replaced.
     """
-    if (folder / RUN).exists():
-        if not overwrite:
-            raise ArtifactError(f"{folder} already holds a run: choose another folder, or replace it (--overwrite)")
-    elif folder.is_dir() and any(folder.iterdir()):
-        raise ArtifactError(f"{folder} holds other files: choose another folder for the run")
+    holds_run = (folder / RUN).exists()
+    if holds_run and not overwrite:
+        raise ArtifactError(HOLDS_RUN.format(folder))
+    if not holds_run and folder.is_dir() and any(folder.iterdir()):
+        raise ArtifactError(HOLDS_OTHERS.format(folder))
     folder = folder.absolute()
-    made = [parent for parent in folder.parents if not parent.exists()]
+    made = _missing(folder.parent)
     # the name is cut, so that the longest one that is allowed can still be written
     temporary = folder.with_name(f".{folder.name[:32]}-{secrets.token_hex(4)}")
-    replaced: Path | None = None
+    replaced = temporary.with_name(temporary.name + "-old")
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        if overwrite and folder.exists():
-            replaced = temporary.with_name(temporary.name + "-old")
+        if holds_run:
             os.rename(folder, replaced)
         os.rename(temporary, folder)
     except BaseException as error:
-        if replaced is not None and replaced.exists() and not folder.exists():
+        if replaced.exists() and not folder.exists():
             os.rename(replaced, folder)
         shutil.rmtree(temporary, ignore_errors=True)
-        for parent in made:
-            with suppress(OSError):
-                parent.rmdir()
+        _remove_empty(made)
         if isinstance(error, OSError):
             raise ArtifactError(f"cannot write {folder}: {error.strerror}; free some space or choose another") from None
         raise
-    if replaced is not None:
-        shutil.rmtree(replaced, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from dllp import files
 from dllp.config import Config
 from dllp.errors import ArtifactError, ConfigError, StructureError
 from dllp.records import EpochRecord, ExtractedParticle, Recipe, Size
-from dllp.runs import names
+from dllp.runs.folder import CHECKPOINTS, GATES, RUN, RunFolder, member, particle_file, reference_file
 from dllp.runs.tensors import read_network, read_tensors, write_network, write_tensors
 from dllp.structure.slicing import copied, cut
 
@@ -54,9 +53,9 @@ class Run:
 def write_networks(folder: Path, particles: Sequence[ExtractedParticle], gates: dict[str, Tensor]) -> None:
     """The extracted networks and the gates."""
     for k, particle in enumerate(particles):
-        write_network(folder / names.particle(k), particle.network, particle.gated)
-        write_network(folder / names.reference(k), particle.reference)
-    write_tensors(folder / names.GATES, gates)
+        write_network(folder / particle_file(k), particle.network, particle.gated)
+        write_network(folder / reference_file(k), particle.reference)
+    write_tensors(folder / GATES, gates)
 
 
 def write_run(
@@ -73,7 +72,7 @@ def write_run(
         "sizes": [vars(size) for size in sizes],
         **rest,
     }
-    files.write_json(folder / names.RUN, run)
+    files.write_json(folder / RUN, run)
 
 
 # ---- reading
@@ -83,12 +82,11 @@ def read_run(folder: Path) -> Run:
     """The run.json of a finished run, every field checked."""
     if not folder.is_dir():
         raise ArtifactError(f"{folder} is not a folder: give the folder of a finished run")
-    if not (folder / names.RUN).is_file() and (folder / names.CHECKPOINTS).is_dir():
-        again = f"dllp prune --resume --out {shlex.quote(str(folder))}"
-        raise ArtifactError(f"{folder} holds an unfinished run: finish it with {again}")
-    if not (folder / names.RUN).is_file():
-        raise ArtifactError(f"{folder} holds no {names.RUN}: it is not the folder of a finished run")
-    path = names.member(folder, names.RUN)
+    if not (folder / RUN).is_file() and (folder / CHECKPOINTS).is_dir():
+        raise ArtifactError(f"{folder} holds an unfinished run: finish it with {RunFolder(folder).command}")
+    if not (folder / RUN).is_file():
+        raise ArtifactError(f"{folder} holds no {RUN}: it is not the folder of a finished run")
+    path = member(folder, RUN)
     found = files.read_json(path)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ArtifactError(f"{path} is not of format {FORMAT}: it was written by another version of dllp")
@@ -109,17 +107,17 @@ def read_run(folder: Path) -> Run:
 
 def read(folder: Path, model: nn.Module) -> dict[str, Any]:
     """The fields of a saved result by name, given a fresh instance of the original network."""
-    run, path = read_run(folder), folder / names.RUN
+    run, path = read_run(folder), folder / RUN
     gates = _read_gates(folder, len(run.recipes), sum(value.numel() for value in model.state_dict().values()))
     particles = []
     for k, recipe in enumerate(run.recipes):
         reference = copied(model).cpu().eval()
-        read_network(folder / names.reference(k), reference)
+        read_network(folder / reference_file(k), reference)
         try:
             network = cut(reference, recipe)
         except StructureError as error:
             raise ArtifactError(f"{path}: {error}") from None
-        read_network(folder / names.particle(k), network)
+        read_network(folder / particle_file(k), network)
         particles.append(ExtractedParticle(network, reference, recipe, tuple(run.gated), gates["keep"][k].bool()))
     return {
         "config": Config.from_dict(run.config),
@@ -132,7 +130,7 @@ def read(folder: Path, model: nn.Module) -> dict[str, Any]:
 
 def _read_gates(folder: Path, particles: int, numbers: int) -> dict[str, Tensor]:
     """The gates of a run of `particles` networks, each of `numbers` numbers: no gate stands for less than one."""
-    path = folder / names.GATES
+    path = folder / GATES
     gates = read_tensors(path, limit=particles * (32 * numbers + 1024))
     for name, dims in (("logits", 2), ("keep", 2), ("slab", 2), ("noise", 1)):
         value = gates.get(name)

@@ -16,7 +16,7 @@ from dllp.cli.main import main
 from dllp.errors import ArtifactError
 from dllp.evaluation import examples
 from dllp.posterior import predict_data
-from dllp.runs.names import EXAMPLES
+from dllp.runs.folder import EXAMPLES
 from dllp.runs.tensors import write_tensors
 
 

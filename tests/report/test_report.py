@@ -23,7 +23,7 @@ from dllp.cli.main import main
 from dllp.errors import ConfigError, DllpError
 from dllp.evaluation import examples
 from dllp.report import contents, figures, page, trust
-from dllp.runs.names import EXAMPLES
+from dllp.runs.folder import EXAMPLES
 from tests.support.commands import one_line, plots
 
 pytest.importorskip("plotly", reason="needs plotly: pip install -e '.[report]'")

@@ -15,7 +15,7 @@ from dllp.cli.main import main
 from dllp.errors import ArtifactError
 from dllp.records import EpochRecord
 from dllp.report import contents, weights
-from dllp.runs import names
+from dllp.runs.folder import EXAMPLES
 from dllp.runs.tensors import read_tensors, write_tensors
 from dllp.zoo import build
 from tests.support.commands import npy, one_line, plots, settle
@@ -169,7 +169,7 @@ def test_data_that_is_gone_is_said(copied: Path) -> None:
 
 
 def test_answers_are_asked_for_where_the_folder_lacks_them(copied: Path, report_page: str) -> None:
-    (copied / names.EXAMPLES).unlink()
+    (copied / EXAMPLES).unlink()
     assert main(["report", str(copied), "--quiet"]) == 0
     again = (copied / "report.html").read_text()
     assert plots(again)["reliability"] == plots(report_page)["reliability"]

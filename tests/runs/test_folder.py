@@ -9,7 +9,7 @@ import pytest
 
 import dllp
 from dllp import ArtifactError, files
-from dllp.runs.names import RUN
+from dllp.runs.folder import RUN
 from tests.support import short_runs
 
 

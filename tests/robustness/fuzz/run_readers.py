@@ -20,7 +20,7 @@ from dllp.evaluation.evaluate import Row
 from dllp.evaluation.examples import collect
 from dllp.posterior import predict_data
 from dllp.report import compare, contents, page
-from dllp.runs.names import EVALUATION, EXAMPLES, LOG, RUN, SPEED
+from dllp.runs.folder import EVALUATION, EXAMPLES, LOG, RUN, SPEED
 from paper import summary, tables
 from paper.figures_3_4 import QUALITIES
 from paper.prediction_metrics import from_probabilities
