@@ -17,9 +17,7 @@ UNHEARD = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns 0, or 2 for bad input (one line on standard error), or 130 and 143 after a signal.
-
-    141 means that nobody read its output any more.
+    """Run one command; returns 0, 2 for bad input (one line on standard error), 130 or 143 after a signal, or 141.
 
     Of several processes under torchrun the first speaks for all.
     """
@@ -38,25 +36,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:  # as it is where a shell has closed it
             sys.stdout.flush()
         return 0
-    except KeyboardInterrupt as error:
-        return _complain(f"interrupted, {_notes(error) or 'nothing was written'}", 130)
-    except Interrupted as error:
-        code = 128 + error.signal
-        return code if _rank() else _complain(f"interrupted, {_notes(error) or 'nothing was written'}", code)
+    except (KeyboardInterrupt, Interrupted) as error:
+        code = 128 + getattr(error, "signal", signal.SIGINT)
+        return code if _follows() else _complain(f"interrupted, {_notes(error) or 'nothing was written'}", code)
     except DllpError as error:
-        reported = error.reported_elsewhere or (not command and _rank() > 0)  # all read the same command line
-        return 2 if reported else _complain(_with_notes(str(error), error))
+        reported = error.reported_elsewhere or (not command and _follows())  # all read the same command line
+        return 2 if reported else _fail(str(error), error)
     except MemoryError as error:
-        return _complain(_with_notes("out of memory", error))
+        return _fail("out of memory", error)
     except OSError as error:
         if isinstance(error, BrokenPipeError) and error.filename is None and not _notes(error):
-            return _unheard()
-        return _complain(_with_notes(f"{error.filename or 'output'}: {error.strerror or error}", error))
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # takes what standard output still has buffered
+            return UNHEARD
+        return _fail(f"{error.filename or 'output'}: {error.strerror or error}", error)
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's: a mistake in the options must not wait for PyTorch
             raise
-        way = "give --recompute or --accumulate 4, or lower --batch-size or --particles"
-        return _complain(_with_notes(f"out of memory: {way}", error))
+        return _fail("out of memory: give --recompute or --accumulate 4, or lower --batch-size or --particles", error)
 
 
 @contextmanager
@@ -77,13 +73,9 @@ def _silent_interrupt(own_process: bool) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _rank() -> int:
-    """This process's number under torchrun."""
-    if "RANK" not in os.environ:
-        return 0
-    from dllp.devices.ranks import number
-
-    return number()
+def _follows() -> bool:
+    """True in every process but the first under torchrun."""
+    return os.environ.get("RANK", "0") != "0"
 
 
 def _notes(error: BaseException) -> str:
@@ -91,16 +83,10 @@ def _notes(error: BaseException) -> str:
     return "; ".join(getattr(error, "__notes__", ()))
 
 
-def _with_notes(text: str, error: BaseException) -> str:
-    return "; ".join(filter(None, (f"error: {text}", _notes(error))))
+def _fail(text: str, error: BaseException) -> int:
+    return _complain("; ".join(filter(None, (f"error: {text}", _notes(error)))), 2)
 
 
-def _unheard() -> int:
-    """Send what is still buffered nowhere: nobody reads it."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return UNHEARD
-
-
-def _complain(text: str, code: int = 2) -> int:
+def _complain(text: str, code: int) -> int:
     print("dllp:", " ".join(text.split()), file=sys.stderr)
     return code
