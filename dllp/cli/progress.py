@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -25,7 +25,7 @@ from dllp.deploy.speed import describe as describe_speed
 from dllp.errors import ConfigError
 from dllp.evaluation.evaluate import CLEAN, OOD, TOGETHER, Evaluation, Row
 from dllp.records import EpochRecord
-from dllp.runs.folder import TENSORBOARD
+from dllp.report.markup import short_number
 from dllp.training.state import RunState
 
 WIDTH = 80
@@ -40,9 +40,12 @@ class Silent(AbstractContextManager["Silent"]):
 
     def begin(self, title: str, epochs: int, target: float | None) -> None:
         """A training run of so many epochs starts; `target` is the fraction of the cost it is to keep."""
+        self.title, self.epochs, self.target = title, epochs, target
+        self.device = torch.device("cpu")
 
     def step(self, state: RunState) -> None:
         """Called after each step: must not look at tensors, which would wait for the device."""
+        self.device, self.epochs = state.particles.device, state.config.epochs  # fine-tuning has its own
 
     def epoch(self, record: EpochRecord) -> None:
         """Called after each epoch."""
@@ -62,12 +65,12 @@ class Lines(Silent):
         self.pause, self.last = pause, time.monotonic()
 
     def begin(self, title: str, epochs: int, target: float | None) -> None:
-        self.title, self.epochs, self.target = title, epochs, target
-        self.steps, self.device, self.seconds = 0, torch.device("cpu"), 0.0
+        super().begin(title, epochs, target)
+        self.steps, self.seconds = 0, 0.0
 
     def step(self, state: RunState) -> None:
-        self.steps, self.device = state.steps_per_epoch, state.particles.device
-        self.epochs = state.config.epochs  # fine-tuning has its own
+        super().step(state)
+        self.steps = state.steps_per_epoch
 
     def epoch(self, record: EpochRecord) -> None:
         # the first epoch also warms up; later ones predict better how long those to come will take
@@ -90,17 +93,16 @@ class Bar(Silent):
             TimeRemainingColumn(), TextColumn("{task.fields[numbers]}"),
             console=console,
         )  # fmt: skip
-        self.task, self.device = TaskID(0), torch.device("cpu")
         self.bar.start()
 
     def begin(self, title: str, epochs: int, target: float | None) -> None:
-        self.epochs, self.target = epochs, target
+        super().begin(title, epochs, target)
         for old in self.bar.task_ids[:-2]:
             self.bar.remove_task(old)
         self.task = self.bar.add_task(title, total=None, epoch=f"epoch 1/{epochs}", numbers="")
 
     def step(self, state: RunState) -> None:
-        self.device, self.epochs = state.particles.device, state.config.epochs  # fine-tuning has its own
+        super().step(state)
         self.bar.update(self.task, total=state.total_steps, completed=state.step_index)
 
     def epoch(self, record: EpochRecord) -> None:
@@ -155,7 +157,7 @@ def describe(record: EpochRecord, target: float | None, device: torch.device) ->
     if record.phase == "soft":
         parts.append(f"τ {record.temperature:.2f} undecided {100 * fmean(record.undecided):.0f}%")
     if device.type == "cuda":
-        parts.append(_short(torch.cuda.max_memory_allocated(device), "B"))
+        parts.append(short_number(torch.cuda.max_memory_allocated(device), "B"))
     return " ".join(parts)
 
 
@@ -179,27 +181,26 @@ def require_tensorboard() -> None:
 
 
 class Board:
-    """The curves and histograms of one training for TensorBoard.
+    """The curves and histograms of one training for TensorBoard, in a folder; nothing without one."""
 
-    Args:
-        folder: The run folder.
-        training: Its name, `pruned` or `dense`: the board shows them beside each other.
-    """
-
-    def __init__(self, folder: Path, training: str) -> None:
-        self.place = folder / TENSORBOARD / training
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
         self.writer: Any = None
 
     def start(self, state: RunState) -> None:
         """Begin, or begin again after a rollback: what was written of later epochs is purged."""
+        if self.folder is None:
+            return
         from torch.utils.tensorboard import SummaryWriter
 
         self.close()
         self.state = state
-        self.writer = SummaryWriter(str(self.place), purge_step=len(state.history) + 1)
+        self.writer = SummaryWriter(str(self.folder), purge_step=len(state.history) + 1)
 
     def epoch(self, record: EpochRecord) -> None:
         """The curves, one for each particle where there are several, and the histograms."""
+        if self.writer is None:
+            return
         for name in CURVES:
             value = getattr(record, name)
             parts = value if isinstance(value, list) else [] if value is None else [value]
@@ -230,9 +231,9 @@ def show(rows: Sequence[Row], title: str) -> None:
     columns = ("network", *quality.values(), "FLOPs\n(MACs)", "parameters", "bytes\non disk", *calibration.values())
     sections: dict[str, list[list[str]]] = {}
     for row in rows:
-        cells = [row.name, *(_number(name, row.metrics.get(name)) for name in quality)]
-        cells += [_short(row.macs, ""), _short(row.params, ""), _short(row.bytes, "B")]
-        cells += [_number(name, row.metrics.get(name)) for name in calibration]
+        size = "-" if row.bytes is None else short_number(row.bytes, "B")
+        costs = short_number(row.macs), short_number(row.params), size
+        cells = [row.name, *_numbers(row, quality), *costs, *_numbers(row, calibration)]
         sections.setdefault("" if row.data == CLEAN else row.data, []).append(cells)
     console = _stdout()
     console.print(Text(title), soft_wrap=True)  # names out of files are no markup, and may be wider than the table
@@ -242,15 +243,16 @@ def show(rows: Sequence[Row], title: str) -> None:
 def show_evaluation(found: Evaluation, title: str) -> None:
     """Print an evaluation: the table, out-of-distribution inputs, estimation efficiency."""
     show([row for row in found.rows if not row.data.startswith(OOD)], title)
-    _show_outside([row for row in found.rows if row.data.startswith(OOD)], "rmse" in found.rows[0].metrics)
+    outside = [row for row in found.rows if row.data.startswith(OOD)]
+    if outside:
+        _show_outside(outside, "rmse" in found.rows[0].metrics)
     if len(found.efficiency) > 1:
         heads = "data", "s2", "a2", "b2", "n = 1", f"n = {found.efficiency[0].particles}"
         rows = [
             [e.data, f"{e.s2:.5f}", f"{e.a2:.5f}", f"{e.b2:.5f}", f"{100 * e.one:.1f}%", f"{100 * e.together:.1f}%"]
             for e in found.efficiency
         ]
-        table = _table("estimation efficiency e = s2 / (s2 + a2/n + b2)", heads, {"": rows})
-        _stdout().print(table)
+        _stdout().print(_table("estimation efficiency e = s2 / (s2 + a2/n + b2)", heads, {"": rows}))
 
 
 def _show_outside(rows: Sequence[Row], regression: bool) -> None:
@@ -258,15 +260,12 @@ def _show_outside(rows: Sequence[Row], regression: bool) -> None:
 
     Of a classifier by entropy, and by mutual information of several particles; of a regression by variance.
     """
-    if not rows:
-        return
     names = {"auroc": "AUROC", "fpr95": "FPR95"}
     if not regression:
         names["auroc_mutual_information"] = "AUROC\nby information"
     sections: dict[str, list[list[str]]] = {}
     for row in rows:
-        cells = [row.name, *(_number(name, row.metrics.get(name)) for name in names)]
-        sections.setdefault(row.data.removeprefix(OOD), []).append(cells)
+        sections.setdefault(row.data.removeprefix(OOD), []).append([row.name, *_numbers(row, names)])
     title = f"out-of-distribution inputs,\nby the {'variance' if regression else 'entropy'} of the prediction"
     _stdout().print(_table(title, ("network", *names.values()), sections))
 
@@ -288,7 +287,7 @@ def show_speed(rows: Sequence[SpeedRow], layers: Sequence[LayerTime], title: str
         settings.setdefault(f"{runtime}, {row.device}{threads}, batch {row.batch}", []).append(cells)
         if row.memory is not None:
             name = f"{name}, {runtime} {row.device}"
-            sizes.setdefault(name, [name, _short(row.macs, ""), _short(row.bytes, "B"), _short(row.memory, "B")])
+            sizes.setdefault(name, [name, *map(short_number, (row.macs, row.bytes, row.memory), ("", "B", "B"))])
     console = _stdout()
     console.print(Text(title, style="bold"))
     heads = "network", "ms", "quartiles", "examples/s", "speed-up", "time share"
@@ -333,17 +332,7 @@ def _table(title: str | None, columns: Sequence[str], sections: Mapping[str, Seq
     return table
 
 
-def _number(name: str, value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4f}" if name in ("nll", "rmse") else f"{100 * value:.2f}%"
-
-
-def _short(value: float | None, unit: str) -> str:
-    if value is None:
-        return "-"
-    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= factor:
-            scaled = value / factor
-            return f"{scaled:.{0 if scaled >= 100 else 1 if scaled >= 10 else 2}f} {prefix}{unit}"
-    return f"{value:.0f} {unit}".rstrip()
+def _numbers(row: Row, names: Iterable[str]) -> list[str]:
+    """Metrics of a row: likelihood and error as they are, all others in percent."""
+    forms = {"nll": ".4f", "rmse": ".4f"}
+    return [format(row.metrics[name], forms.get(name, ".2%")) if name in row.metrics else "-" for name in names]

@@ -31,7 +31,7 @@ from dllp.posterior import Posterior, posterior_of
 from dllp.records import EpochRecord
 from dllp.runs import pretrained, settings
 from dllp.runs.checkpoints import Checkpoints
-from dllp.runs.folder import DENSE_FILE, EVALUATION, SETTINGS, RunFolder, member
+from dllp.runs.folder import DENSE_FILE, EVALUATION, SETTINGS, TENSORBOARD, RunFolder, member
 from dllp.runs.settings import DLLP, Task
 from dllp.runs.signals import Signals
 from dllp.runs.tensors import write_network
@@ -88,14 +88,15 @@ def follow(ranks: Ranks, signals: Signals) -> None:
     data, config, model, new_head = prepared(ranks, task, values, None, quiet=True)
     for verb, recipe in ((api.prune, config), (api.train_dense, dense_recipe(task, config, new_head))):
         if recipe is not None:
-            signals.training = Checkpoints(None, ranks=ranks)
+            held = Checkpoints(None, ranks=ranks)
+            signals.stop = held.stop
             try:
-                verb(model, data, recipe, checkpoints=signals.training, ranks=ranks)
+                verb(model, data, recipe, checkpoints=held, ranks=ranks)
             except RankError:
                 signals.ignore()
                 raise
             finally:
-                signals.training = None
+                signals.stop = None
 
 
 def prepared(ranks: Ranks, task: Task, values: dict[str, Any], report: Report | None, quiet: bool) -> Prepared:
@@ -214,7 +215,7 @@ class _Pruning:
         self, verb: Callable[..., Result], name: str, model: torch.nn.Module, data: Any, config: Config
     ) -> Result:
         """One training with its checkpoints and its part of the log."""
-        board = progress.Board(self.folder.folder, name) if self.args.tensorboard else None
+        board = progress.Board(self.folder.folder / TENSORBOARD / name if self.args.tensorboard else None)
         held = Checkpoints(
             self.folder.checkpoints / name, every_steps=self.args.checkpoint_steps,
             every_minutes=self.args.checkpoint_minutes, on_begin=lambda: self.folder.begin(self.text),
@@ -222,7 +223,7 @@ class _Pruning:
         )  # fmt: skip
 
         def on_start(state: RunState) -> None:
-            self.signals.training = held
+            self.signals.stop = held.stop
             for text in held.damaged:
                 used = "the checkpoint before it is used" if state.step_index else "no other is left to go on from"
                 progress.warn(f"{text}; {used}")
@@ -232,21 +233,19 @@ class _Pruning:
             elif state.step_index and not self.args.quiet:
                 print(f"{name}: going on after step {state.step_index} of {state.total_steps}", flush=True)
             self.folder.start_log(name, state.history)
-            if board is not None:
-                board.start(state)
+            board.start(state)
 
         def on_epoch(record: EpochRecord) -> None:
             self.folder.log(name, record)
             self.shown.epoch(record)
-            if board is not None:
-                board.epoch(record)
+            board.epoch(record)
 
         self.shown.begin(name, config.epochs, config.budget[1])
-        hooks: dict[str, Any] = {"on_start": on_start, "on_epoch": on_epoch, "on_step": self.shown.step}
-        if not self.ranks.alone:
-            hooks["ranks"] = self.ranks
         try:
-            result = verb(model, data, config, checkpoints=held, **hooks)
+            result = verb(
+                model, data, config, on_start=on_start, on_epoch=on_epoch, on_step=self.shown.step, checkpoints=held,
+                ranks=self.ranks,
+            )  # fmt: skip
         except NumericsError:
             again, out = f"go on with {self.folder.command} --on-nan rollback", self.folder.folder
             self.folder.advice = again if config.on_nan == "stop" else f"its checkpoints are kept in {out}"
@@ -255,10 +254,9 @@ class _Pruning:
             self.signals.ignore()
             raise
         finally:
-            self.signals.training = None
+            self.signals.stop = None
             held.close()
-            if board is not None:
-                board.close()
+            board.close()
         if held.signal is not None:  # it came after the last step
             raise Interrupted(held.signal)
         nothing = health.learned_nothing(result.history[-1]["loss"], data.train.y, config.budget[1])

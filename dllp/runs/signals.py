@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from dllp.errors import Interrupted
-
-if TYPE_CHECKING:
-    from dllp.runs.checkpoints import Checkpoints
 
 
 class Stop(AbstractContextManager["Stop"]):
@@ -53,12 +51,10 @@ class Signals(Stop):
     """SIGTERM and SIGINT end a run: at once outside of training, after the present step in it; a second one kills.
 
     Attributes:
-        training: The checkpoints of the training that is going on.
+        stop: Ends the training that is going on after its present step; None where there is none.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.training: Checkpoints | None = None
+    stop: Callable[[int], None] | None = None
 
     def ignore(self) -> None:
         """Ignore further signals: the run ends by itself, and its launcher must not cut its error message short."""
@@ -67,6 +63,6 @@ class Signals(Stop):
         self._before = {}
 
     def asked(self, number: int) -> None:
-        if self.training is None:
+        if self.stop is None:
             raise Interrupted(number)
-        self.training.stop(number)
+        self.stop(number)
