@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
+import math
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +85,14 @@ def build_network(task: Task, num_classes: int, in_channels: int, image_size: in
 
 def imported(path: str) -> nn.Module:
     """The network that `package.module:factory` returns; the current folder is importable."""
-    module_name, _, factory_name = path.partition(":")
     here = os.getcwd()  # the user's code may leave it
     sys.path.insert(0, here)
     try:
-        factory = getattr(importlib.import_module(module_name), factory_name)
-        model = factory()
+        model = pkgutil.resolve_name(path)()
     except Exception as error:  # whatever the user's code raises is the user's to repair, and one line says what
         raise ConfigError(f"model {path!r} cannot be made ({type(error).__name__}: {first_line(error)})") from error
     finally:
-        if here in sys.path:
-            sys.path.remove(here)
+        sys.path.remove(here)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model {path!r} gives a {type(model).__name__}: it must return a torch.nn.Module")
     return model
@@ -124,10 +123,10 @@ class DataInfo:
 
 @dataclass(frozen=True)
 class Info:
-    """The part of `info` in run.json that commands rely on; the dense network's noise, where it was learned."""
+    """The part of `info` in run.json that commands rely on; the dense network's noise is NaN where it was given."""
 
     data: DataInfo = field(default_factory=DataInfo)
-    dense_noise: float | None = None
+    dense_noise: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -171,16 +170,11 @@ class StoredRun:
             )
         outputs = classes + (self.record.config.get("noise") == "input")
         sizes = outputs, known.in_channels or shape[0], known.image_size or min(shape[1:], default=1)
+        make = partial(build_network, self.task, *sizes)
         if not self.task.is_code:
             with torch.device("meta"):  # no memory is taken before the shapes are known to fit
-                network = build_network(self.task, *sizes)
-            check_shapes(self.folder / reference_file(0), network)
-
-        def make() -> nn.Module:
-            return build_network(self.task, *sizes)
-
-        noise = torch.nan if self.info.dense_noise is None else self.info.dense_noise
-        return OpenRun(self.folder, shape, load(self.folder, make()), make, noise)
+                check_shapes(self.folder / reference_file(0), make())
+        return OpenRun(self.folder, shape, load(self.folder, make()), make, self.info.dense_noise)
 
 
 @dataclass(frozen=True)
