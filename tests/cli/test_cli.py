@@ -15,7 +15,6 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
-from safetensors.torch import load_file
 
 import dllp
 from dllp import zoo
@@ -216,17 +215,14 @@ def test_a_factory_may_leave_the_folder_that_it_was_found_in(nets: str, tmp_path
     assert sys.path == before
 
 
-@pytest.mark.parametrize("words", [["--help"], ["prune", "--help"], ["evaluate", "--help"], ["--version"]])
-def test_help_and_version(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(words)
+def test_version_and_explanations(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--version"], ["prune", "--help"]):
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        assert end.value.code == 0
     out = capsys.readouterr().out
-    assert end.value.code == 0 and "dllp" in out
-    if words[0] == "prune":
-        assert "examples:" in out and "_" not in "".join(w for w in out.split() if w.startswith("--"))
-        assert "See --." not in out, "every field of Config is explained in its docstring"
-    if words == ["--version"]:
-        assert out == f"dllp {dllp.__version__}\n"
+    assert out.startswith(f"dllp {dllp.__version__}\n")
+    assert "See --." not in out, "every field of Config is explained in its docstring"
 
 
 # ---- elsewhere
@@ -237,29 +233,6 @@ def python(code: str, cwd: Path, *arguments: str) -> str:
     result = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     return result.stdout
-
-
-def test_a_run_loads_elsewhere_without_pickle(run: Path, tmp_path: Path) -> None:
-    x = torch.randn(16, 1, 8, 8)
-    result = dllp.load(run, build("small_cnn", 10, 1))
-    torch.save(x, tmp_path / "x.pt")
-    code = """
-        import sys, torch
-        x = torch.load("x.pt")
-        import pickle
-        def blocked(*a, **k): raise AssertionError("pickle was used")
-        pickle.load = pickle.loads = torch.load = blocked
-        pickle.Unpickler = type("Unpickler", (pickle.Unpickler,), {"load": blocked})
-        import dllp
-        from dllp.zoo import build
-        result = dllp.load(sys.argv[1], build("small_cnn", 10, 1))
-        from safetensors.torch import save_file
-        save_file({"members": result.posterior.members(x), "model": result.model(x).detach()}, "out.safetensors")
-    """
-    python(code, tmp_path, str(run))
-    there = load_file(tmp_path / "out.safetensors")
-    assert torch.equal(there["members"], result.posterior.members(x))
-    assert torch.equal(there["model"], result.model(x))
 
 
 def test_the_network_works_where_this_package_is_not(nets: str, tmp_path: Path) -> None:

@@ -101,32 +101,6 @@ def test_bad_input_is_one_line(
     assert sorted(set(os.listdir(tmp_path)) - {"__pycache__"}) == before
 
 
-@pytest.mark.parametrize(
-    ("words", "reported"),
-    [
-        (["--corrupt", "fog:1"], ["unknown corruption 'fog:1'"]),
-        (["--subset", "0"], ["subset = 0", "(0, 1]"]),
-        (["--subset", "2"], ["subset = 2", "(0, 1]"]),
-        (["--subset", "1e-9"], ["subset", "empty"]),
-        (["--data", "wide"], ["(1, 9, 9)", "(1, 8, 8)"]),
-        (["--data", "few"], ["other classes"]),
-        (["--data", "nowhere"], ["nowhere"]),
-        (["--model", "mlp"], ["another network"]),
-        (["--device", "cuda:99"], ["cuda:99"]),
-        (["--json", "file/a.json"], ["a.json", "Not a directory"]),
-    ],
-)
-def test_evaluate_bad_input(
-    run: Path, nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], reported: list[str]
-) -> None:
-    y = np.arange(20)
-    npy(tmp_path / "wide", np.zeros((20, 9, 9), np.uint8), y % 10)
-    npy(tmp_path / "few", np.zeros((20, 8, 8), np.uint8), y % 3)
-    (tmp_path / "file").write_text("")
-    assert main(["evaluate", str(run), *words]) == 2
-    one_line(capsys, "error: ", *reported)
-
-
 def test_no_space_when_flushing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -46,30 +46,37 @@ def test_the_command_looks_elsewhere(tmp_path: Path, capsys: Capture) -> None:
     assert dllp.load(out, build("small_cnn", 8, 1)).info["data"]["classes"] == list("01234567")
 
 
-def test_bad_evaluations_are_one_line(run: Path, tmp_path: Path, capsys: Capture) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    rows = npy(tmp_path / "rows", np.zeros((20, 7), np.float32), np.arange(20) % 10)
+def test_bad_evaluations_are_one_line(run: Path, nets: str, tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    shutil.copytree(run, "without")
+    Path("without/particle-1.safetensors").unlink()
+    y = np.arange(20)
+    npy(tmp_path / "rows", np.zeros((20, 7), np.float32), y % 10)
+    npy(tmp_path / "few", np.zeros((20, 8, 8), np.uint8), y % 3)
     for words, text in (
-        (["--ood", "fog"], "unknown out-of-distribution data 'fog'"),
-        (["--ood", "digits"], "the data of the evaluation itself"),
-        (["--ood", "left-out"], "left no class out"),
-        (["--ood", str(empty)], "holds no image"),
-        (["--corrupt", "fog"], "unknown corruption 'fog'"),
-        (["--subset", "0"], "a share of the examples in (0, 1]"),
-        (["--gate-draws", "0"], "gate_draws = 0: a whole number is needed, at least 1"),
-        (["--data", str(rows)], "inputs of shape (7,), but the run was trained on (1, 8, 8): give data of that shape"),
+        ("--ood fog", "unknown out-of-distribution data 'fog'"),
+        ("--ood digits", "the data of the evaluation itself"),
+        ("--ood left-out", "left no class out"),
+        ("--ood empty", "holds no image"),
+        ("--corrupt fog:1", "unknown corruption 'fog:1'"),
+        ("--subset 0", "subset = 0: a share of the examples in (0, 1]"),
+        ("--subset 2", "subset = 2: a share of the examples in (0, 1]"),
+        ("--subset 1e-9", "is empty: give a larger fraction"),
+        ("--gate-draws 0", "gate_draws = 0: a whole number is needed, at least 1"),
+        ("--data rows", "inputs of shape (7,), but the run was trained on (1, 8, 8): give data of that shape"),
+        ("--data few", "other classes"),
+        ("--data nowhere", "nowhere"),
+        ("--model mlp", "another network"),
+        ("--device cuda:99", "cuda:99"),
+        ("--json file/a.json", "a.json: Not a directory"),
     ):
-        assert main(["evaluate", str(run), *words, "--json", str(tmp_path / "no.json")]) == 2, words
+        assert main(["evaluate", str(run), "--json", "no.json", *words.split()]) == 2, words
+        one_line(capsys, "error: ", text)
+    for folder, text in (("empty", "not the folder of a finished run"), ("without", "particle-1.safetensors")):
+        assert main(["evaluate", folder]) == 2
         one_line(capsys, text)
-    assert main(["evaluate", str(empty)]) == 2
-    one_line(capsys, "not the folder of a finished run")
-    without = tmp_path / "without"
-    shutil.copytree(run, without)
-    (without / "particle-1.safetensors").unlink()
-    assert main(["evaluate", str(without)]) == 2
-    one_line(capsys, "particle-1.safetensors")
-    assert not (tmp_path / "no.json").exists()
+    assert not Path("no.json").exists()
 
 
 def test_the_own_data_is_known_by_any_path(

@@ -66,9 +66,8 @@ def test_a_log_has_no_epoch_twice(data: str, tmp_path: Path, monkeypatch: pytest
     ]
 
 
-@pytest.mark.parametrize("harm", ["torn", "flipped", "empty"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
-    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], harm: str
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert main(command(data, whole)) == 0
@@ -76,9 +75,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
         stop_at(patch, 7, signalled(signal.SIGINT))
         assert main(command(data, out)) == 130
     newest = out / "checkpoints/pruned/step-000000007.safetensors"
-    content = bytearray(newest.read_bytes())
-    content[-100] ^= 4
-    newest.write_bytes({"torn": content[:-50], "flipped": content, "empty": b""}[harm])
+    newest.write_bytes(newest.read_bytes()[:-50])
     capsys.readouterr()
     assert main(["prune", "--resume", "--out", str(out)]) == 0
     shown = capsys.readouterr()
@@ -149,39 +146,31 @@ def test_an_unfinished_run_is_not_replaced_by_mistake(
     assert not (out / "checkpoints").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "reported"),
-    [
-        (["--epochs", "9"], ["epochs = 9 contradicts the run, which has 3"]),
-        (["--keep-flops", "0.5"], ["keep_flops = 0.5 contradicts"]),
-        (["--data", "digits"], ["data = digits contradicts"]),
-        (["--overwrite"], ["leave out --overwrite"]),
-        (["--config", "a.yaml"], ["leave out", "--config"]),
-        (["--checkpoint-minutes", "nan"], ["checkpoint_minutes = nan"]),
-        (["--out", "nowhere"], ["nowhere holds no unfinished run"]),
-        (["--out", "data"], ["other files"]),
-        (["--out", "empty"], ["holds no unfinished run"]),
-        (["--out", "settings"], ["settings holds other files"]),
-    ],
-)
 def test_a_contradiction_is_one_line(
-    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    words: list[str], reported: list[str],
-) -> None:  # fmt: skip
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     unfinished(data, Path("out"), monkeypatch)
     for name in ("empty", "settings"):
         (tmp_path / name).mkdir()
     (tmp_path / "settings" / "config.yaml").write_text("epochs: 3")
     capsys.readouterr()
-    before = digest_below(tmp_path)
-    assert main(["prune", "--resume", "--out", "out", *words]) == 2
-    one_line(capsys, "error: ", *reported)
-    assert digest_below(tmp_path) == before
-
-
-def digest_below(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for words, reported in (
+        ("--epochs 9", "epochs = 9 contradicts the run, which has 3"),
+        ("--keep-flops 0.5", "keep_flops = 0.5 contradicts"),
+        ("--data digits", "data = digits contradicts"),
+        ("--overwrite", "leave out --overwrite"),
+        ("--config a.yaml", "leave out --overwrite and --config"),
+        ("--checkpoint-minutes nan", "checkpoint_minutes = nan"),
+        ("--out nowhere", "nowhere holds no unfinished run"),
+        ("--out data", "other files"),
+        ("--out empty", "holds no unfinished run"),
+        ("--out settings", "settings holds other files"),
+    ):
+        assert main(["prune", "--resume", "--out", "out", *words.split()]) == 2, words
+        one_line(capsys, "error: ", reported)
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before, words
 
 
 def test_code_is_named_again_or_trusted(

@@ -37,8 +37,6 @@ import torch, dllp, dllp.api
 from nets import network
 pickle.load = pickle.loads = pickle.Unpickler = pickle.dump = pickle.dumps = torch.load = refuse
 folder, x_path, out_path = sys.argv[1:]
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 result = dllp.load(folder, network())
 x = load_file(x_path)["x"]
@@ -71,16 +69,7 @@ def test_a_fresh_process_without_pickle_gives_equal_bits(saved_run: tuple[dllp.R
     (tmp_path / "nets.py").write_text(textwrap.dedent(short_runs.NETS))
     x = pictures()[0]
     save_file({"x": x}, tmp_path / "x.safetensors")
-    command = [
-        sys.executable,
-        "-W",
-        "error",
-        "-c",
-        FRESH,
-        folder,
-        tmp_path / "x.safetensors",
-        tmp_path / "out.safetensors",
-    ]
+    command = [sys.executable, "-W", "error", "-c", FRESH, folder, "x.safetensors", "out.safetensors"]
     root = str(Path(dllp.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{tmp_path}"}
     subprocess.run([str(c) for c in command], check=True, env=environment, cwd=tmp_path)
@@ -92,12 +81,8 @@ def test_a_fresh_process_without_pickle_gives_equal_bits(saved_run: tuple[dllp.R
 
 def test_the_folder_holds_what_the_format_says(saved_run: tuple[dllp.Result, Path]) -> None:
     _, folder = saved_run
-    files = {
-        "run.json",
-        "gates.safetensors",
-        *(f"{n}-{i}.safetensors" for n in ("particle", "reference") for i in (0, 1)),
-    }
-    assert {path.name for path in folder.iterdir()} == files
+    networks = {f"{name}-{k}.safetensors" for name in ("particle", "reference") for k in (0, 1)}
+    assert {path.name for path in folder.iterdir()} == {"run.json", "gates.safetensors"} | networks
     values = json.loads((folder / "run.json").read_text())
     assert values["format"] == FORMAT
     assert Config.from_dict(values["config"]).keep_flops == 0.3
