@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from dllp.errors import DllpError, WorkerError
-from dllp.runs.signals import Stop
+from dllp.errors import DllpError, Interrupted, WorkerError
+from dllp.runs.checkpoints import Signals
 from paper.jobs import Job, Outcome, Runner
 from paper.store import LABELS, Store
 from paper.tables import Planned, units
@@ -71,12 +71,17 @@ class Spread:
 
     def run(self) -> None:
         """Run until every job is finished or has failed; failures are raised at the end."""
-        with Stop() as stop:
+        with Signals() as signals:
+            asked: list[int] = []
+            signals.stop = asked.append
             try:
                 while self._go_on():
                     for hand, answer in self.pool.answers():
                         self._hear(hand, answer)
-                    stop.check(KEPT)
+                    if asked:
+                        error = Interrupted(asked[0])
+                        error.add_note(KEPT)
+                        raise error
             finally:
                 self.pool.close()
         for text in sorted({str(unfit.error) for unfit in self.unfit}):

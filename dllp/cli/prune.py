@@ -30,10 +30,9 @@ from dllp.evaluation import evaluate, examples
 from dllp.posterior import Posterior, posterior_of
 from dllp.records import EpochRecord
 from dllp.runs import pretrained, settings
-from dllp.runs.checkpoints import Checkpoints
+from dllp.runs.checkpoints import Checkpoints, Signals, interrupt
 from dllp.runs.folder import DENSE_FILE, EVALUATION, SETTINGS, TENSORBOARD, RunFolder, member
 from dllp.runs.settings import DLLP, Task
-from dllp.runs.signals import Signals
 from dllp.runs.tensors import write_network
 from dllp.training import health
 from dllp.training.state import RunState
@@ -96,7 +95,7 @@ def follow(ranks: Ranks, signals: Signals) -> None:
                 signals.ignore()
                 raise
             finally:
-                signals.stop = None
+                signals.stop = interrupt
 
 
 def prepared(ranks: Ranks, task: Task, values: dict[str, Any], report: Report | None, quiet: bool) -> Prepared:
@@ -254,7 +253,7 @@ class _Pruning:
             self.signals.ignore()
             raise
         finally:
-            self.signals.stop = None
+            self.signals.stop = interrupt
             held.close()
             board.close()
         if held.signal is not None:  # it came after the last step

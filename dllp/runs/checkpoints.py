@@ -1,16 +1,20 @@
 """Checkpoints on disk: written beside training, whole or not at all, the last two kept, the newest good one used.
 
-Processes that share a run have one file between them: the first writes and reads it, and all go on from it.
+Processes that share a run have one file between them: the first writes and reads it, and all go on from it. SIGTERM and
+SIGINT end a run after a checkpoint.
 """
 
 from __future__ import annotations
 
 import json
+import signal
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -71,12 +75,12 @@ class Checkpoints:
 
     def after_step(self, step: int, epoch_ends: bool, take: Take, *, last: bool = False) -> None:
         """Write a checkpoint if one is due, waiting for the `last` one; after :meth:`stop`, write it and raise."""
-        signal, wanted = self.ranks.steps.maximum(self.signal or 0, int(last or self._due(step, epoch_ends)))
-        if signal or wanted:
-            self.save(step, take, wait=last or bool(signal))
-        if signal:
-            self.signal = signal
-            raise Interrupted(signal)
+        asked, wanted = self.ranks.steps.maximum(self.signal or 0, int(last or self._due(step, epoch_ends)))
+        if asked or wanted:
+            self.save(step, take, wait=last or bool(asked))
+        if asked:
+            self.signal = asked
+            raise Interrupted(asked)
 
     def _due(self, step: int, epoch_ends: bool) -> bool:
         """True when it is time for one, and none is still being written."""
@@ -85,9 +89,9 @@ class Checkpoints:
         late = self.every_seconds > 0 and time.monotonic() - self._last_time >= self.every_seconds
         return epoch_ends or late or (self.every_steps > 0 and step - self._last_step >= self.every_steps)
 
-    def stop(self, signal: int) -> None:
+    def stop(self, number: int) -> None:
         """Ask the run to end after its present step; safe to call from a signal handler."""
-        self.signal = signal
+        self.signal = number
 
     def save(self, step: int, take: Take, *, wait: bool = False) -> None:
         """Take a snapshot now and write it in the background.
@@ -158,3 +162,45 @@ def read(path: Path) -> State:
         if isinstance(values, dict):
             return found, values
     raise ArtifactError(f"{path}: its values are no JSON object: the file is damaged")
+
+
+# ---- signals
+
+
+def interrupt(number: int) -> None:
+    """End at once: nothing is lost."""
+    raise Interrupted(number)
+
+
+class Signals(AbstractContextManager["Signals"]):
+    """Within the block the first SIGTERM or SIGINT calls `stop` with its number; a second one kills.
+
+    Attributes:
+        stop: :func:`interrupt`, or what ends a training after its present step while there is one.
+    """
+
+    def __init__(self) -> None:
+        self.stop: Callable[[int], None] = interrupt
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                if signal.getsignal(number) != signal.SIG_IGN:  # as nohup and shells ask for
+                    self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def ignore(self) -> None:
+        """Ignore further signals: the run ends by itself, and its launcher must not cut its error message short."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
+        self._before = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        for each in self._before:
+            signal.signal(each, signal.SIG_DFL)
+        self.stop(number)

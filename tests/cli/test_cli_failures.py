@@ -37,7 +37,7 @@ def test_signals_before_training_leave_nothing(
             patch.setattr(place, interrupted)
             if place.endswith("start_log"):
                 patch.setattr(
-                    "dllp.runs.signals.Signals._handle",
+                    "dllp.runs.checkpoints.Signals._handle",
                     lambda self, number, frame: (_ for _ in ()).throw(Interrupted(number)),
                 )
             assert main(command(data, tmp_path / "new" / "out")) == 143
