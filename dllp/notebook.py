@@ -10,6 +10,7 @@ import html
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from dllp.config import Config
@@ -49,7 +50,7 @@ class Live:
         if last is not None:
             target = config.budget[1]
             goal = f" (target {target:g})" if target is not None else ""
-            parts += [f"loss {_mean(last.loss):.4f}", f"cost {_mean(last.cost):.3f}{goal}"]
+            parts += [f"loss {fmean(last.loss):.4f}", f"cost {fmean(last.cost):.3f}{goal}"]
         self.handle.update(self.html(self._markup(done, total, " · ".join(parts))))
 
     def _markup(self, done: int, total: int, text: str) -> str:
@@ -67,7 +68,7 @@ def summary(
     asked = f", asked to keep {100 * keep:g}% of the {what}" if keep is not None else ""
     head = f"<b>dllp</b>: {n} pruned network{'s' * (n > 1)}{asked}"
     if history and history[-1].get("loss"):
-        head += f"; loss {_mean(history[-1]['loss']):.4f} after {len(history)} epochs"
+        head += f"; loss {fmean(history[-1]['loss']):.4f} after {len(history)} epochs"
     rows = [("dense", dense), *((f"particle {i + 1}", size) for i, size in enumerate(sizes))]
     costs = "".join(
         f"<tr><th>{name}</th><td>{size['macs']:,.0f}</td><td>{_share(size, dense, 'macs')}</td>"
@@ -92,7 +93,3 @@ def _layers(widths: Mapping[str, Sequence[int]]) -> str:
 
 def _share(size: Mapping[str, Any], dense: Mapping[str, Any], name: str) -> str:
     return f"{100 * size[name] / dense[name]:.1f}%" if dense[name] else "-"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -68,12 +68,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     """The folder of one `dllp prune`, held by this process from the first moment that it exists.
 
     A new run touches nothing before :meth:`begin`. One that fails before its first checkpoint leaves nothing; later
-    failures carry a note that says how to go on.
-
-    Args:
-        folder: Where the run is written.
-        resume: Go on with the unfinished run in it.
-        overwrite: Replace the run in it.
+    failures carry a note that says how to go on. `resume` goes on with the run in the folder, `overwrite` replaces it.
 
     Attributes:
         command: The command that goes on with the run.
