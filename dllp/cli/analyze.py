@@ -12,7 +12,7 @@ from dllp.evaluation import weight_analysis
 
 def run(args: Namespace) -> None:
     """Analyze the weights of one particle."""
-    opened = read_run(Path(args.folder), args.chosen, args.trust_imports).open(shape=args.shape)
+    opened = read_run(Path(args.folder), args).open(shape=args.shape)
     report = weight_analysis.analyze(opened.result, args.particle - 1, opened.dense_network())
     if args.json is not None:
         files.write_json(Path(args.json), {"folder": str(opened.folder), **report}, named=True)

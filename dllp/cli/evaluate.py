@@ -29,7 +29,7 @@ def run(args: Namespace) -> None:
     folder = Path(args.folder)
     if args.gate_draws is not None:
         check_count(gate_draws=args.gate_draws)
-    stored = read_run(folder, args.chosen, args.trust_imports, needed=("data", "model"))
+    stored = read_run(folder, args, needed=("data", "model"))
     task = stored.task
     data = stored.read_data(quiet=False, report=lambda image: progress.warn(str(image)))
     test = as_trained(data, stored.info.data)

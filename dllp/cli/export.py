@@ -18,7 +18,7 @@ def run(args: Namespace) -> None:
     format = export.format_of(Path(args.out), args.format)
     if format == "onnx":
         export.require_onnx()
-    opened = read_run(Path(args.folder), args.chosen, args.trust_imports).open(shape=args.shape)
+    opened = read_run(Path(args.folder), args).open(shape=args.shape)
     done = export.export(
         opened.result,
         args.out,

@@ -6,6 +6,7 @@ import math
 import os
 import pkgutil
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -98,9 +99,9 @@ def imported(path: str) -> nn.Module:
     return model
 
 
-def check_import(task: Task, named: bool, whose: str) -> None:
-    """Raise where code would be imported because a file names it, not the command line."""
-    if task.is_code and not named:
+def check_import(task: Task, args: Namespace, whose: str) -> None:
+    """Raise where code would be imported because a file names it, which the command line neither names nor trusts."""
+    if task.is_code and "model" not in args.chosen and not args.trust_imports:
         raise ConfigError(f"{whose} network is code, {task.model}: name it with --model, or add --trust-imports")
 
 
@@ -206,20 +207,15 @@ class OpenRun:
         return network and posterior_of([network], torch.tensor([self.dense_noise]), self.result.config)
 
 
-def read_run(
-    folder: Path, chosen: Mapping[str, Any], trust_imports: bool, *, needed: Sequence[str] = ("model",)
-) -> StoredRun:
-    """A finished run folder; settings that are `needed` come from its config.yaml or from what the user has `chosen`.
-
-    Its network is code that a file names: it is made only where the user has chosen it, or trusts the file.
-    """
-    record, stored = read_record(folder), read_settings(folder)
+def read_run(folder: Path, args: Namespace, *, needed: Sequence[str] = ("model",)) -> StoredRun:
+    """A finished run folder; settings that are `needed` come from its config.yaml or from the command line."""
+    record, stored, chosen = read_record(folder), read_settings(folder), args.chosen
     for name in needed:
         if name not in chosen and name not in stored:
             raise ConfigError(f"{folder} has no {SETTINGS}: name the run's {name} with --{name}")
     task, _ = settings.split({**stored, **chosen})
     if "model" in needed:
-        check_import(task, "model" in chosen or trust_imports, "the run's")
+        check_import(task, args, "the run's")
     info = files.typed(Info, record.info, f"{folder / RUN}: info")
     sizes = info.data.num_classes, info.data.in_channels, info.data.image_size, *info.data.shape
     if not all(0 <= size <= LARGEST for size in sizes) or min(info.data.std or (1.0,)) <= 0:

@@ -140,7 +140,7 @@ def chosen_settings(args: Namespace, ranks: Ranks) -> tuple[Task, dict[str, Any]
         values = (settings.read(Path(args.config)) if args.config else {}) | args.chosen
         whose = "the settings file's"
     task, values = settings.split(values)
-    check_import(task, "model" in args.chosen or args.trust_imports, whose)
+    check_import(task, args, whose)
     if task.method != DLLP and not ranks.alone:
         raise ConfigError(f"method {task.method} trains in one process: start it without torchrun")
     return task, values

@@ -81,7 +81,7 @@ def _completed(found: contents.Run, args: Namespace, show: Callable[[str], None]
             missing["latency"] = f"Latency was not measured: {error}"
     show("looking at the test data")
     try:
-        data = read_run(found.folder, args.chosen, args.trust_imports, needed=("data",)).read_data(quiet=args.quiet)
+        data = read_run(found.folder, args, needed=("data",)).read_data(quiet=args.quiet)
         if found.examples is None and not found.regression:
             found = replace(found, examples=_examples(found.folder, args, data))
         if found.examples is not None:
@@ -95,7 +95,7 @@ def _completed(found: contents.Run, args: Namespace, show: Callable[[str], None]
 
 def _measured(folder: Path, args: Namespace) -> contents.Speed:
     """A brief look: PyTorch, one thread; `dllp speed` looks longer and at more."""
-    opened = read_run(folder, args.chosen, args.trust_imports).open()
+    opened = read_run(folder, args).open()
     result, shape = opened.result, opened.shape
     dense, pruned = speed.subjects(result, shape, round_to=1)
     rows = speed.measure_torch([dense, pruned], shape)
@@ -106,7 +106,7 @@ def _measured(folder: Path, args: Namespace) -> contents.Speed:
 
 def _examples(folder: Path, args: Namespace, data: Dataset) -> examples.Examples:
     """Answers to the test data, where the folder does not hold them."""
-    opened = read_run(folder, args.chosen, args.trust_imports).open(data=data)
+    opened = read_run(folder, args).open(data=data)
     device, dense = find_device("auto"), opened.dense_posterior()
     found = None if dense is None else predict_data(dense, data.test, device)
     return examples.collect(predict_data(opened.result.posterior, data.test, device), found)

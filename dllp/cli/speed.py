@@ -23,7 +23,7 @@ def run(args: Namespace) -> None:
     """Measure, print the tables, and leave the figures of the first particle in the run folder for its report."""
     require_onnx()
     folder = Path(args.folder)
-    opened = read_run(folder, args.chosen, args.trust_imports).open(shape=args.shape)
+    opened = read_run(folder, args).open(shape=args.shape)
     shape = opened.shape
     dense, pruned, *more = speed.subjects(opened.result, shape, particle=args.particle - 1, round_to=args.round_to)
     with progress.status(args.quiet) as show:
