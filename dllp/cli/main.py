@@ -6,8 +6,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import import_module
 
 from dllp.errors import DllpError, Interrupted
@@ -25,13 +24,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a table must not fail for a sign that the terminal lacks
             stream.reconfigure(errors="replace")
+    own_process = argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     try:
-        with _silent_interrupt(own_process=argv is None):
-            from dllp.cli.parser import parse
+        if own_process:  # while modules load, Ctrl-C ends it without a traceback out of whatever is being imported
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        from dllp.cli.parser import parse
 
-            args = parse(sys.argv[1:] if argv is None else argv)
-            command = args.command
-            run = import_module(f"dllp.cli.{command}").run
+        args = parse(sys.argv[1:] if argv is None else argv)
+        command = args.command
+        run = import_module(f"dllp.cli.{command}").run
+        if own_process:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         run(args)
         if sys.stdout is not None:  # as it is where a shell has closed it
             sys.stdout.flush()
@@ -53,24 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if type(error).__name__ != "OutOfMemoryError":  # torch's: a mistake in the options must not wait for PyTorch
             raise
         return _fail("out of memory: give --recompute or --accumulate 4, or lower --batch-size or --particles", error)
-
-
-@contextmanager
-def _silent_interrupt(own_process: bool) -> Iterator[None]:
-    """Let Ctrl-C end the process at once and silently while modules load: nothing has begun.
-
-    As an exception it would be a traceback out of whatever is being imported. A program that calls :func:`main` with
-    words of its own gets the exception.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if not own_process or before is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _follows() -> bool:
