@@ -103,11 +103,8 @@ def test_links_out_of_a_data_folder_are_refused(tmp_path: Path) -> None:
 
 
 def test_pipes_never_hang(copied: Path, tmp_path: Path) -> None:
-    for name, read in (
-        ("pipe.safetensors", read_tensors),
-        ("pipe.json", files.read_json),
-        ("pipe.yaml", settings.read),
-    ):
+    readers = {"pipe.safetensors": read_tensors, "pipe.json": files.read_json, "pipe.yaml": settings.read}
+    for name, read in readers.items():
         os.mkfifo(copied / name)
         with pytest.raises(DllpError, match=rf"{name}: it is no regular file"):
             read(copied / name)
@@ -393,10 +390,6 @@ def test_the_file_behind_a_link_is_replaced(tmp_path: Path, monkeypatch: pytest.
         files.write_named(link, content)
         assert link.is_symlink() and (elsewhere / "file").read_bytes() == content
     assert os.listdir(elsewhere) == ["file"] and os.listdir(link.parent) == ["link"]
-
-    def full(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ArtifactError, match="file: No space left"):
         files.write_named(link, b"half")

@@ -25,12 +25,11 @@ def run(args: Namespace) -> None:
     folder = Path(args.folder)
     opened = read_run(folder, args).open(shape=args.shape)
     shape = opened.shape
-    dense, pruned, *more = speed.subjects(opened.result, shape, particle=args.particle - 1, round_to=args.round_to)
+    subjects = speed.subjects(opened.result, shape, particle=args.particle - 1, round_to=args.round_to)
     with progress.status(args.quiet) as show:
-        found = [dense, pruned, *more]
-        rows = speed.measure(found, shape, batches=args.batch, seconds=args.seconds, progress=show)
+        rows = speed.measure(subjects, shape, batches=args.batch, seconds=args.seconds, progress=show)
         show("layers")
-        layers = speed.layers(dense, pruned, shape, batch=max(args.batch))
+        layers = speed.layers(subjects[0], subjects[1], shape, batch=max(args.batch))
     report = {
         "folder": str(folder),
         "environment": environment(),

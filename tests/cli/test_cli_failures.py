@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -69,12 +70,7 @@ def test_a_second_signal_ends_at_once(data: str, tmp_path: Path) -> None:
         Checkpoints.after_step = slow
         sys.exit(main(sys.argv[1:]))
     """
-    arguments = [
-        sys.executable,
-        "-c",
-        "\n".join(line[8:] for line in code.splitlines()),
-        *command(data, tmp_path / "out"),
-    ]
+    arguments = [sys.executable, "-c", textwrap.dedent(code), *command(data, tmp_path / "out")]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, env=ENVIRONMENT) as process:
         assert process.stdout is not None and process.stdout.readline() == b"first\n"
         began = time.monotonic()

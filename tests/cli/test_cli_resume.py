@@ -29,13 +29,9 @@ def data(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(("training", "step"), [("pruned", 1), ("pruned", 5), ("pruned", 9), ("dense", 2)])
 def test_a_signal_finishes_the_step_and_the_run_goes_on(
-    data: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    training: str,
-    step: int,
-) -> None:
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    training: str, step: int,
+) -> None:  # fmt: skip
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert main(command(data, whole)) == 0
     with monkeypatch.context() as patch:

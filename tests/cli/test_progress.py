@@ -24,6 +24,10 @@ from tests.support.short_runs import DIGITS
 RUN = ["prune", *FAST, "--epochs", "4", "--no-dense", "--particles", "2"]
 
 
+def record(epoch: int, seconds: float) -> EpochRecord:
+    return EpochRecord(epoch, "open", [1.0], None, 0.1, 1.0, 1.0, [1.0], [0.0], [0.0], [1.0], seconds, "eager")
+
+
 @pytest.fixture(scope="module")
 def reported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run with every kind of report, and what it printed."""
@@ -84,9 +88,7 @@ def test_the_first_epoch_does_not_rule_the_time_left(capsys: pytest.CaptureFixtu
     lines = progress.Lines()
     lines.begin("a", 10, None)
     for epoch, seconds in enumerate((100.0, 10.0, 10.0, 10.0), 1):
-        lines.epoch(
-            EpochRecord(epoch, "open", [1.0], None, 0.1, 1.0, 1.0, [1.0], [0.0], [0.0], [1.0], seconds, "eager")
-        )
+        lines.epoch(record(epoch, seconds))
     shown = capsys.readouterr().out.splitlines()
     assert "0:15:00 left" in shown[0] and "cost" not in shown[0]
     assert "0:02:08 left" in shown[3]  # a weighted mean of 21.25 s, six epochs to go
@@ -116,9 +118,7 @@ def test_lines_with_a_pause_leave_epochs_out(
         lines.begin(title, 8, None)
         for epoch in range(1, 9):
             now += seconds
-            lines.epoch(
-                EpochRecord(epoch, "open", [1.0], None, 0.1, 1.0, 1.0, [1.0], [0.0], [0.0], [1.0], seconds, "eager")
-            )
+            lines.epoch(record(epoch, seconds))
     shown = [line.split(" steps/s")[0] for line in capsys.readouterr().out.splitlines()]
     assert [line.split()[:3] for line in shown] == [["long", "epoch", f"{epoch}/8"] for epoch in (1, 4, 7)]
 
