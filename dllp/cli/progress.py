@@ -25,7 +25,7 @@ from dllp.deploy.speed import describe as describe_speed
 from dllp.errors import ConfigError
 from dllp.evaluation.evaluate import CLEAN, OOD, TOGETHER, Evaluation, Row
 from dllp.records import EpochRecord
-from dllp.report.markup import short_number
+from dllp.report.page import short_number
 from dllp.training.state import RunState
 
 WIDTH = 80

@@ -17,6 +17,8 @@ from dllp.method.other_priors import POLARIZATION, PRIORS, Prior
 from dllp.records import GATE_BINS
 from dllp.training.gating import ChannelGating, WeightGating
 
+THRESHOLD_STEPS = 24
+"""Bisections for the threshold of the logits: to 1e-6 of their range."""
 LR_SCALES = 0.01
 """Adam's rate for slab precisions and noise."""
 PriorTerms = tuple[Tensor, Tensor, Tensor, float]
@@ -45,6 +47,7 @@ class Latents:
         self.log_d = rows.new_zeros(n)
         self.multiplier = rows.new_zeros(n)
         self.gap = rows.new_zeros(n)
+        self.threshold = rows.new_zeros(n, 1)  # logits above it are open
         self.keep: Tensor | None = None  # (n, U) bool, once the gates are discrete
         self.d_logits, self.d_slab, self.d_noise = (torch.zeros_like(t) for t in self.learned)
         self.log_slab.grad, self.log_d.grad = self.d_slab, self.d_noise  # the logits' comes when they start to learn
@@ -71,15 +74,51 @@ class Latents:
         """The tensors that Adam changes: gate logits, and the logarithms of slab precisions and noise."""
         return self.logits, self.log_slab, self.log_d
 
-    def relaxed(self, temperature: Tensor) -> Tensor:
+    @property
+    def ranked(self) -> bool:
+        """True where the budget is a threshold on the gates' logits, and False where it is an energy.
+
+        Medians of single weights have one: the networks run with as many open gates as the budget counts, at every
+        step, and the decision changes nothing. An energy would be met by fractions of gates, which the decision opens.
+        """
+        return isinstance(self.gating, WeightGating) and self.target is not None and not self.config.draw_gates
+
+    def relaxed(self, temperature: Tensor, ramp: Tensor) -> Tensor:
         """(n, U) relaxed gates: medians, or with noise that every process draws for all particles."""
+        self.set_threshold(ramp)
+        if self.ranked:
+            return gates.discretise(self.logits - self.threshold).to(self.logits.dtype)
         if not self.config.draw_gates:
             return gates.median(self.logits, temperature)
         shape, device, dtype = (self.place.particles, self.logits.shape[1]), self.logits.device, self.logits.dtype
         noise = torch.rand(shape, generator=self.generator, device=device, dtype=dtype)
         return gates.sample(self.logits, temperature, self.place.take(noise))
 
-    def prior_pulls(self, rows: Tensor) -> tuple[Tensor, Tensor, PriorTerms | None]:
+    def set_threshold(self, ramp: Tensor | float) -> None:
+        """Find the logit above which gates cost as much as the ramp allows."""
+        if not self.ranked or self.target is None:
+            return
+        cost, dtype = getattr(self._gating, self.budget), self.logits.dtype
+        price = (cost.price / cost.dense).to(dtype)
+        room = ramp - (1 - price.sum())
+        low, high = self.logits.amin(1, keepdim=True) - 1, self.logits.amax(1, keepdim=True)
+        for _ in range(THRESHOLD_STEPS):
+            middle = (low + high) / 2
+            fits = ((self.logits > middle).to(dtype) @ price)[:, None] <= room
+            low, high = torch.where(fits, low, middle), torch.where(fits, middle, high)
+        self.threshold.copy_(low)  # where many logits are equal, as they begin, all of them stay open
+
+    def annealed(self, temperature: Tensor | float, *, soft: bool) -> Tensor:
+        """(n, U): logits of the theta that equation 10 has: those of the gates that the networks run with.
+
+        A gate that is open for sure leaves the slab alone. Of medians theta is annealed as they are: with the theta
+        of the logits the spike would draw in weights whose gates are open.
+        """
+        if not soft:
+            return torch.full_like(self.logits, torch.inf)
+        return self.logits if self.config.draw_gates else (self.logits - self.threshold) / temperature
+
+    def prior_pulls(self, rows: Tensor, z: Tensor, annealed: Tensor) -> tuple[Tensor, Tensor, PriorTerms | None]:
         """(n, P) -> the pull of slab and spike on each unit's coordinates, (n, U) each, and the terms of equation 10.
 
         Sets the slab's gradient. Other priors have no such terms, and are of the sizes |scale|, which a single
@@ -91,10 +130,13 @@ class Latents:
             scores = prior.unit_scores(scales.of(rows), scales.lengths, *parameters)
             pull = self.strength * scales.pulls(rows, scores)
             return pull, torch.zeros_like(pull), None
-        terms = scales.of(rows), self.logits, scales.spread(self.log_slab).exp(), self.spike
+        terms = scales.of(rows), annealed, scales.spread(self.log_slab).exp(), self.spike
         slab_gradient = scales.module_sums(spike_and_slab.log_slab_score(*terms))
         self.d_slab.copy_(slab_gradient).mul_(-self.config.beta * self.strength)
-        slab, spike = spike_and_slab.precision_parts(*terms)
+        if self.ranked:  # the gate says which component a weight is of
+            slab, spike = z * terms[2].square(), (1 - z) * self.spike**2
+        else:
+            slab, spike = spike_and_slab.precision_parts(*terms)
         return self.strength * slab / scales.count, self.strength * spike / scales.count, terms
 
     def shrinkage(self, rows: Tensor) -> Tensor:
@@ -110,16 +152,25 @@ class Latents:
         """Set the logits' gradient from the loss's gradient in the sampled gates (n, U), the prior and the budget."""
         self.logits.grad = self.d_logits
         prior = torch.zeros_like(z) if terms is None else spike_and_slab.gate_score(*terms)
-        energy = self._budget_gradient(ramp)
+        if self.ranked:
+            z = gates.median(self.logits - self.threshold, temperature)
+        if not self.config.draw_gates:
+            prior = prior / temperature  # of the annealed theta
+        energy = self._budget_gradient(temperature, ramp)
         self.d_logits.copy_(through * z * (1 - z) / temperature - self.config.beta * self.strength * prior + energy)
         if self.target is not None:
             self.multiplier.add_(self.gap, alpha=budget.DUAL_STEP[self.config.granularity] * self.leverage)
+            if self.ranked:
+                self.multiplier.clamp_(min=0)
 
-    def _budget_gradient(self, ramp: Tensor) -> Tensor:
+    def _budget_gradient(self, temperature: Tensor, ramp: Tensor) -> Tensor:
         """(n, U): gradient of the budget's energy in the logits; leaves the gap behind for the dual ascent."""
         with torch.enable_grad():
             logits = self.logits.detach().requires_grad_()
-            fraction = self._fraction(logits.sigmoid())
+            counted = logits.sigmoid() if self.config.draw_gates else gates.median(logits - self.threshold, temperature)
+            if self.ranked:
+                counted = counted + (gates.discretise(logits).to(counted.dtype) - counted).detach()
+            fraction = self._fraction(counted)
             penalty = budget.GAP_PENALTY[self.config.granularity] * self.leverage
             if self.target is None:
                 energy = (self.config.sparsity or 0.0) * fraction
@@ -168,19 +219,19 @@ class Latents:
     @property
     def theta(self) -> Tensor:
         """(n, U): probabilities of the gates, 0 or 1 once they are discrete."""
-        return self.logits.sigmoid() if self.keep is None else self.keep.to(self.logits.dtype)
+        return (self.logits - self.threshold).sigmoid() if self.keep is None else self.keep.to(self.logits.dtype)
 
     def cost(self) -> Tensor:
-        """(n,) expected (soft) or true (discrete) cost over the dense cost."""
+        """(n,) expected (soft) or true (discrete) cost over the dense cost; of a threshold that of the open gates."""
         if self.gating is None:
             return torch.ones_like(self.log_d)
-        return self._fraction(self.theta)
+        return self._fraction((self.theta > 0.5).to(self.logits.dtype) if self.ranked else self.theta)
 
     def undecided(self) -> Tensor:
         """(n,) share of gates whose probability is neither below 5% nor above 95%."""
         if self.gating is None or self.keep is not None:
             return torch.zeros_like(self.log_d)
-        return budget.undecided(self.logits.sigmoid())
+        return budget.undecided(self.theta)
 
     def counts(self) -> list[list[int]]:
         """(modules, GATE_BINS): gates of each module by their probability, all particles together."""

@@ -38,7 +38,7 @@ def _shapes(state: RunState, keep: Tensor | None) -> list[dict[str, float | int]
     if gating is None:
         return [None] * len(particles)
     if keep is not None and isinstance(gating, WeightGating):
-        keep = gates.discretise(latents.logits)  # what the relaxed network holds open
+        keep = gates.discretise(latents.logits - latents.threshold)  # what the relaxed network holds open
     chosen = latents.keep if keep is None else keep
     if chosen is None:
         return [None] * len(particles)
@@ -98,4 +98,8 @@ def gates_now(state: RunState) -> Tensor:
     latents = state.latents
     if latents.keep is not None:
         return latents.keep.to(latents.logits.dtype)
-    return gates.median(latents.logits, state.tau) if state.phase == "soft" else torch.ones_like(latents.logits)
+    if state.phase == "open":
+        return torch.ones_like(latents.logits)
+    if latents.ranked:
+        return gates.discretise(latents.logits - latents.threshold).to(latents.logits.dtype)
+    return gates.median(latents.logits, state.tau)

@@ -43,6 +43,7 @@ def prepare(state: RunState, x: Tensor) -> None:
 
 def decide(state: RunState) -> None:
     """Decide the gates. From here on only the slab moves, and what remains of the prior is a weight decay on it."""
+    state.latents.set_threshold(state.latents.target or 1.0)
     keep = state.latents.decide()
     measure(state, "before", keep)
     apply_decisions(state, keep)
@@ -90,7 +91,7 @@ def gates(state: RunState) -> Tensor:
     """(n, U): relaxed gates while they are soft, decided gates for discrete weights, otherwise ones."""
     latents = state.latents
     if state.phase == "soft":
-        return latents.relaxed(state.knobs[1])
+        return latents.relaxed(state.knobs[1], state.knobs[2])
     if latents.keep is not None:
         return latents.keep.to(latents.logits.dtype)
     return torch.ones_like(latents.logits)
@@ -136,6 +137,8 @@ def _backward_part(
         extra = _likelihood_scores(state, i, residual, leaf, share, add) if state.gaussian else None
         total = loss
         if taught is not None:
+            if state.teacher is not None:
+                state.teacher.wait()
             imitation = likelihood.teacher_loss(output, taught, c.task, c.teacher_temperature)
             total = (1 - c.teacher_weight) * loss + c.teacher_weight * imitation
         if log_d is not None:
@@ -192,9 +195,10 @@ def _likelihood_scores(
 def _advance_under_prior(state: RunState, at: Tensor, z: Tensor, through: Tensor) -> None:
     """Slab by its score, spike as a proximal step: stable however narrow it is (Section 1, stiffness)."""
     c, rows, lr, learnable = state.config, state.particles.rows, state.knobs[0], state.learnable[at]
-    slab, spike, terms = state.latents.prior_pulls(rows)
+    soft = state.phase == "soft"
+    slab, spike, terms = state.latents.prior_pulls(rows, z, state.latents.annealed(state.knobs[1], soft=soft))
     pull = slab[..., None] * rows[:, at] * learnable  # minus the slab's score, which has no matrix of its own
-    if state.phase == "soft":
+    if soft:
         state.latents.gate_gradient(z, through, terms, state.knobs[1], state.knobs[2])
     if state.gaussian:
         state.scores[:, at] -= pull

@@ -33,6 +33,7 @@ class Teacher:
         if device.type == "cuda":
             self.network.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         self.config = config
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def check(self, example: Tensor, outputs: int) -> None:
         """Raise where the teacher does not give as many outputs for an example (2, ...) as the network it teaches."""
@@ -42,9 +43,24 @@ class Teacher:
             given = f"{found[0].numel()} outputs" if isinstance(found, Tensor) else f"a {type(found).__name__}"
             raise StructureError(f"the teacher gives {given} where the network gives {outputs}: both must agree")
 
-    @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
-        """(B, ...) inputs -> (B, C) softened probabilities, or outputs of a regression."""
+        """(B, ...) inputs -> (B, C) softened probabilities, or outputs of a regression; read after :meth:`wait`.
+
+        In a captured step it runs beside the particles, on a stream of its own.
+        """
+        if self._stream is None or not torch.cuda.is_current_stream_capturing():
+            return self._predict(x)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            return self._predict(x)
+
+    def wait(self) -> None:
+        """Let the present stream wait until the last predictions are there."""
+        if self._stream is not None and torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    @torch.no_grad()
+    def _predict(self, x: Tensor) -> Tensor:
         bf16 = self.config.precision == "bfloat16"
         # cast weights must not be cached: a captured graph would free them
         with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):
