@@ -34,6 +34,7 @@ from dllp.structure.select import select
 from dllp.structure.slicing import cut
 from dllp.structure.slicing import recipe as kept_channels
 from dllp.training.state import RunState
+from paper.provenance import source
 from paper.store import CLEAN, OUTSIDE
 
 # ---- recipes: one for each network, for dense, pruned and thin rows of every table alike
@@ -283,6 +284,7 @@ class Runner:
         self.data, self.machine, self.splits = data, machine, Splits(data, everywhere)
         self.watch: dict[str, Any] = {"on_epoch": on_epoch, "on_step": on_step}
         self.dense_networks: dict[str, Result] = {}
+        self.source = source()  # as the code is now: it may be changed while jobs run
 
     def run(self, job: Job) -> Outcome:
         """Train, evaluate, report."""
@@ -313,6 +315,9 @@ class Runner:
             **({} if trained.before is None else {"before": before(trained.before, test, device)}),
             **trained.detail,
             **environment(device),
+            **self.source,
+            "deterministic": device.type == "cpu" or config.deterministic,
+            "threads": torch.get_num_threads(),
         }
         return Outcome(line, {name: p.numpy() for name, p in probabilities.items()}, labels.numpy())
 

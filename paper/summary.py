@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from dllp.errors import ArtifactError
 from paper import figures_2_5, figures_3_4, reliability, render
 from paper.jobs import data_text
 from paper.render import Lines, distinct, made_by, markdown_table, provenance
-from paper.store import FIGURES, Store
+from paper.store import FIGURES, SUPERSEDED, WHY, Store
 from paper.tables import Quoted, Row, Table, Variant
 
 SUMMARY, MARKDOWN, PICTURE = "summary.json", "table.md", "picture.svg"
@@ -242,10 +242,10 @@ UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticErro
 """Errors of a summary whose lines or arrays hold something else than a run of this table."""
 
 
-def open_store(out: Path, table: Table, variant: Variant) -> Store:
+def open_store(out: Path, table: Table, variant: Variant, note: Mapping[str, Any] | None = None) -> Store:
     """The table's results, with those of its sources at hand; a variant sees the same variant of them."""
     folder, *sources = (out / f"{name}{variant.suffix}" for name in (table.name, *table.sources))
-    return Store(folder, [Store(source) for source in sources])
+    return Store(folder, [Store(source) for source in sources], note)
 
 
 def write_summary(table: Table, store: Store, variant: Variant) -> dict[str, Any] | None:
@@ -261,7 +261,7 @@ def write_summary(table: Table, store: Store, variant: Variant) -> dict[str, Any
         text = to_text(table, summary)
         files.write_json(store.folder / SUMMARY, summary)
     except UNREADABLE as error:
-        way = "remove the line, and its job runs again"
+        way = f"append a line with its digest as {SUPERSEDED!r} and a reason as {WHY!r}, and its job runs again"
         raise ArtifactError(f"{store.runs} or {FIGURES}: a run is not one of {table.name} ({error!r}): {way}") from None
     files.write_bytes(store.folder / MARKDOWN, text.encode())
     for row in table.rows:

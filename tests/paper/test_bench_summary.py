@@ -177,7 +177,7 @@ def test_a_line_that_is_no_run_of_the_table_is_one_error(tmp_path: Path, damage:
     store.add(lines[1])
     store.add(line | damage)
     with pytest.raises(
-        ArtifactError, match=r"runs\.jsonl or figures\.jsonl: a run is not one of hand .*: remove the line"
+        ArtifactError, match=r"runs\.jsonl or figures\.jsonl: a run is not one of hand .*: append a line"
     ):
         summary.write_summary(table, store, Variant())
     assert not (tmp_path / "summary.json").exists()

@@ -160,7 +160,7 @@ def test_runs_that_are_not_of_the_bench_are_named(name: str, damage: str, tmp_pa
         kept = {quality: p[:1] for quality, p in kept.items()}
     store.add({key: value for key, value in line(job).items() if key != damage or damage == "particles"},
               {**kept, LABELS: labels})  # fmt: skip
-    with pytest.raises(ArtifactError, match="remove the line"):
+    with pytest.raises(ArtifactError, match="append a line"):
         write_summary(table, store, Variant())
     assert not (store.folder / "summary.json").exists()
 
