@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -447,3 +447,8 @@ def dense_size(structure: Structure) -> Size:
 def brief(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Records without the counts of gates by module, which would be most of a line."""
     return [{name: value for name, value in record.items() if name != "gates"} for record in history]
+
+
+def epochs_after_cut(line: Mapping[str, Any]) -> int:
+    """Epochs of a finished run that trained a network whose gates were decided."""
+    return sum(record["phase"] == "discrete" for record in line.get("history", ()))

@@ -6,6 +6,7 @@ particles as an ensemble, or the dense networks of neighbouring seeds as ensembl
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,7 +101,8 @@ def summarise(table: Table, lines: Lines, variant: Variant, store: Store) -> dic
             if len(members.get(contender.row, [])) >= (2 if contender.how == "pairs" else 1)
         ]
         if rows:
-            contests.append({"title": contest.title, "rows": rows, "wanted": _verdicts(contest, rows)})
+            verdicts = {"wanted": _verdicts(contest, rows), "efficiency": _efficiency(rows)}
+            contests.append({"title": contest.title, "rows": rows, **verdicts})
     used = [line for found in members.values() for line in found]
     command = " ".join(["dllp", "bench", table.name, *variant.words])
     return {"table": table.name, "title": table.title, "contests": contests, "command": command, **provenance(used)}
@@ -174,6 +176,33 @@ def _verdicts(contest: Contest, rows: Sequence[dict[str, Any]]) -> list[dict[str
     ]
 
 
+CLEAR = 2.0
+"""Standard errors by which a difference counts as one."""
+
+
+def _efficiency(rows: Sequence[dict[str, Any]]) -> dict[str, float | str | None] | None:
+    """Estimation efficiency of two particles against that of two dense networks, which cost more, on clean data.
+
+    The standard error is that of independent values, though each dense network is in two pairs.
+    """
+    both = {row["how"]: row for row in rows if row["networks"] == 2 and row["how"] != "alone"}
+    if set(both) != {"together", "pairs"}:
+        return None
+    ours, theirs = (both[how]["data"][CLEAN]["efficiency"] for how in ("together", "pairs"))
+    difference, errors = ours["mean"] - theirs["mean"], None
+    if ours["std"] is not None and theirs["std"] is not None:
+        counts = (len(both[how]["seeds"]) for how in ("together", "pairs"))
+        errors = math.hypot(*(std / math.sqrt(n) for std, n in zip((ours["std"], theirs["std"]), counts, strict=True)))
+    improved = errors is not None and difference > CLEAR * errors
+    return {
+        "particles": ours["mean"],
+        "dense": theirs["mean"],
+        "difference": difference,
+        "standard_error": errors,
+        "verdict": "improved" if improved else "not improved",
+    }
+
+
 def markdown(table: Table, summary: Mapping[str, Any]) -> str:
     """Three tables for each contest: clean data, NLL and ECE under corruption, out-of-distribution inputs."""
     parts = [f"**{table.title}**; mean ± standard deviation over seeds."]
@@ -206,9 +235,19 @@ def markdown(table: Table, summary: Mapping[str, Any]) -> str:
             parts.append(
                 "Inputs from elsewhere, told apart by the entropy of the prediction:\n\n" + markdown_table(head, body)
             )
+        if contest["efficiency"]:
+            parts.append(_efficiency_text(contest["efficiency"]))
         for aim in contest["wanted"]:
             parts.append(f"- {aim['aim']}: {aim['found']:.4f}, {'reached' if aim['reached'] else 'missed'}")
     return "\n\n".join([*parts, made_by(summary)]) + "\n"
+
+
+def _efficiency_text(found: Mapping[str, Any]) -> str:
+    spread = "" if found["standard_error"] is None else f" ± {100 * found['standard_error']:.2f}"
+    return (
+        f"Estimation efficiency of two particles against two dense networks: {100 * found['particles']:.1f} against "
+        f"{100 * found['dense']:.1f}%, {100 * found['difference']:+.2f}{spread} points: {found['verdict']}."
+    )
 
 
 def _cell(figures: Mapping[str, Any], name: str, factor: float = 1) -> str:
