@@ -37,6 +37,8 @@ examples:
       ResNet-50 on a folder of your own, train/<class>/*.jpg and val/<class>/*.jpg, streamed where it is large
   dllp bench figure3; dllp bench figure4; dllp bench reliability
       how uncertain pruned networks are; runs that another bench has finished are taken over
+  dllp bench colour
+      digits whose colours mislead: minutes on a CPU, no data to fetch
   dllp bench table1 --rows tuned-cp-55 --again 'its LASSO path is another one now'
       a second run of finished jobs: the lines of the first are marked as superseded, and stay
   dllp bench table1 --validation 5000 --epochs 20 --rows dllp-channel-55 --seeds 0

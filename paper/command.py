@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dllp.data import Dataset, load, names
+from dllp.data import Dataset, names
 from dllp.data.cifar10 import Progress
 from dllp.data.unreadable import SkippedImage
 from dllp.devices.device import environment, find_device
@@ -25,6 +25,7 @@ from dllp.errors import ConfigError
 from dllp.records import EpochRecord
 from dllp.training.state import RunState
 from paper import cluster, summary, tables
+from paper.coloured_digits import DATA, load_data
 from paper.jobs import Runner
 from paper.launch import Book, Spread, describe, finish, in_short, seen_data
 from paper.provenance import source
@@ -154,7 +155,7 @@ class _Work:
             if not self.given.get("quiet"):
                 say_left_out(image)
 
-        return load(self.data, root=self.given.get("data_root"), progress=bar, report=report, **self._loading)
+        return load_data(self.data, root=self.given.get("data_root"), progress=bar, report=report, **self._loading)
 
     def _spread(self, pool: Processes | cluster.Cluster) -> None:
         def report(text: str) -> None:
@@ -166,7 +167,7 @@ class _Work:
     def _settings(self, device: str, reported: Sequence[str] = ()) -> Settings:
         """Places as seen from anywhere: workers may start in another folder."""
         data, root = self.data, self.given.get("data_root")
-        data = data if data in names() else _absolute(data)
+        data = data if data in (*names(), DATA) else _absolute(data)
         return Settings(
             data, root and _absolute(root), device, self._precision(device), threads=1, loading=self._loading,
             recompute=self._recompute, everywhere=self._everywhere, seen=seen_data(self.store), reported=reported,

@@ -34,6 +34,7 @@ from dllp.structure.select import select
 from dllp.structure.slicing import cut
 from dllp.structure.slicing import recipe as kept_channels
 from dllp.training.state import RunState
+from paper import coloured_digits
 from paper.provenance import source
 from paper.store import CLEAN, OUTSIDE
 
@@ -212,6 +213,8 @@ class Splits:
             train, _ = ood.leave_out(train, self.data.classes, job.without)
             test, left = ood.leave_out(test, self.data.classes, job.without)
             versions = {CLEAN: test, OUTSIDE + ood.LEFT_OUT: left, **self._far(test)}
+        elif self.data.name == coloured_digits.DATA:
+            versions = coloured_digits.versions(test)
         elif self._on_every_version(job):
             versions = self.test_versions
         if job.validation:

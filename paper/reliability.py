@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -96,7 +96,7 @@ def summarise(table: Table, lines: Lines, variant: Variant, store: Store) -> dic
     contests = []
     for contest in CONTESTS:
         rows = [
-            _row(contender, members[contender.row], store, variant)
+            row(table, contender, members[contender.row], _measured(contender, members[contender.row], store), variant)
             for contender in contest.contenders
             if len(members.get(contender.row, [])) >= (2 if contender.how == "pairs" else 1)
         ]
@@ -108,9 +108,11 @@ def summarise(table: Table, lines: Lines, variant: Variant, store: Store) -> dic
     return {"table": table.name, "title": table.title, "contests": contests, "command": command, **provenance(used)}
 
 
-def _row(contender: Contender, lines: Lines, store: Store, variant: Variant) -> dict[str, Any]:
-    """One contender: mean and standard deviation of every figure over its units, on every version of the data."""
-    found = list(_measured(contender, lines, store))
+def row(
+    table: Table, contender: Contender, lines: Lines, measured: Iterable[Metrics], variant: Variant
+) -> dict[str, Any]:
+    """One contender: mean and standard deviation of every metric over its units, on every version of the data."""
+    found = list(measured)
     size = 2 if contender.how == "pairs" else len(lines[0]["macs"]) if contender.how == "together" else 1
     return {
         "name": contender.name,
@@ -120,22 +122,22 @@ def _row(contender: Contender, lines: Lines, store: Store, variant: Variant) -> 
         "flops": size * statistics.fmean(m / line["dense_macs"] for line in lines for m in line["macs"]),
         "seeds": [line["seed"] for line in lines],
         "data": {version: _spread([values[version] for values in found]) for version in found[0]},
-        "command": " ".join(["dllp", "bench", "reliability", "--rows", contender.row, *variant.words]),
+        "command": " ".join(["dllp", "bench", table.name, "--rows", contender.row, *variant.words]),
     }
 
 
 def _measured(contender: Contender, lines: Lines, store: Store) -> Iterator[Metrics]:
     """Metrics of each run, or pair of runs, on every version of the data."""
     if contender.how == "pairs":
-        for versions, labels in _pairs(lines, store):
+        for versions, labels in pairs(lines, store):
             yield from_probabilities(versions, labels).ensemble
         return
     for line in lines:
         found = stored_metrics(store, line)
-        yield found.ensemble if contender.how == "together" else _mean(found.particles)
+        yield found.ensemble if contender.how == "together" else mean(found.particles)
 
 
-def _pairs(lines: Lines, store: Store) -> Iterator[tuple[Versions, Tensor]]:
+def pairs(lines: Lines, store: Store) -> Iterator[tuple[Versions, Tensor]]:
     """Predictions of two runs as one ensemble: neighbours in a ring use every run twice; two runs are one pair."""
     runs = [probabilities(store, line["digest"]) for line in lines]
     partners = runs[1:] + runs[:1] if len(runs) > 2 else runs[1:2]
@@ -143,7 +145,7 @@ def _pairs(lines: Lines, store: Store) -> Iterator[tuple[Versions, Tensor]]:
         yield {name: torch.cat([one[name], two[name]]) for name in one}, labels
 
 
-def _mean(found: Sequence[Metrics]) -> Metrics:
+def mean(found: Sequence[Metrics]) -> Metrics:
     """Means over networks of the same run."""
     return {
         version: {name: statistics.fmean(f[version][name] for f in found) for name in found[0][version]}
@@ -213,7 +215,7 @@ def markdown(table: Table, summary: Mapping[str, Any]) -> str:
         body = [
             [
                 row["name"], f"{row['flops']:.2f}",
-                *(_cell(row["data"][CLEAN], name, factor) for name, (_, factor) in SHOWN.items()),
+                *(cell(row["data"][CLEAN], name, factor) for name, (_, factor) in SHOWN.items()),
                 str(len(row["seeds"])), f"`{row['command']}`",
             ]
             for row in rows
@@ -229,7 +231,7 @@ def markdown(table: Table, summary: Mapping[str, Any]) -> str:
             names = [name.removeprefix(OUTSIDE) for name in outside]
             head = ["contender", *(f"{name}: {heading}" for name in names for heading in OUTSIDE_SHOWN.values())]
             body = [
-                [row["name"], *(_cell(row["data"].get(o, {}), key, 100) for o in outside for key in OUTSIDE_SHOWN)]
+                [row["name"], *(cell(row["data"].get(o, {}), key, 100) for o in outside for key in OUTSIDE_SHOWN)]
                 for row in rows
             ]
             parts.append(
@@ -250,7 +252,7 @@ def _efficiency_text(found: Mapping[str, Any]) -> str:
     )
 
 
-def _cell(figures: Mapping[str, Any], name: str, factor: float = 1) -> str:
+def cell(figures: Mapping[str, Any], name: str, factor: float = 1) -> str:
     if name not in figures:
         return "–"
     mean, std = figures[name]["mean"], figures[name]["std"]
@@ -259,7 +261,7 @@ def _cell(figures: Mapping[str, Any], name: str, factor: float = 1) -> str:
 
 
 def _both(figures: Mapping[str, Any]) -> str:
-    return f"{_cell(figures, 'nll')} / {_cell(figures, 'ece', 100)}"
+    return f"{cell(figures, 'nll')} / {cell(figures, 'ece', 100)}"
 
 
 def draw(path: Path, summary: Mapping[str, Any]) -> None:

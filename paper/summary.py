@@ -15,7 +15,7 @@ from typing import Any
 from dllp import files
 from dllp.baselines import find as find_baseline
 from dllp.errors import ArtifactError
-from paper import figures_2_5, figures_3_4, reliability, render
+from paper import colour, figures_2_5, figures_3_4, reliability, render
 from paper.jobs import data_text, epochs_after_cut
 from paper.render import Lines, distinct, made_by, markdown_table, provenance
 from paper.store import FIGURES, SUPERSEDED, WHY, Store
@@ -260,9 +260,10 @@ KINDS = {
     "figure4": (figures_3_4.figure4, figures_3_4.markdown, figures_3_4.draw),
     "figure5": (figures_2_5.summarise, figures_2_5.markdown, figures_2_5.draw),
     "reliability": (reliability.summarise, reliability.markdown, reliability.draw),
+    "colour": (colour.summarise, colour.markdown, colour.draw),
 }
 """Summary, text and picture of everything that is no table."""
-OF_PREDICTIONS = ("figure3", "figure4", "reliability")
+OF_PREDICTIONS = ("figure3", "figure4", "reliability", "colour")
 """Computed from predictions on the test set and its versions."""
 UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 """Errors of a summary whose lines or arrays hold something else than a run of this table."""

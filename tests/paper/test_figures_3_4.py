@@ -173,7 +173,7 @@ def test_ensembles_of_two_use_every_dense_network_twice(tmp_path: Path) -> None:
     for job in jobs:
         fill(store, job, {"clean": 0.1 * (job.seed + 2)}, 0.0)
     lines = store.lines()
-    sums = [float(versions["clean"].mean(0)[0, 0]) for versions, _ in reliability._pairs(lines, store)]
+    sums = [float(versions["clean"].mean(0)[0, 0]) for versions, _ in reliability.pairs(lines, store)]
     assert sums == pytest.approx([0.75, 0.65, 0.7], abs=1e-3)
 
 
