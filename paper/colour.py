@@ -2,23 +2,27 @@
 
 Computed from stored predictions. Reliance on colour is what accuracy loses from colours as in training to reversed
 ones; "by colour" is the share of reversed images that get the class of their colour. An ensemble notices where it is
-less certain than on colours as in training: AUROC of telling both apart by entropy, or by mutual information.
+less certain than on colours as in training: AUROC of telling both apart by entropy, or by mutual information. The unit
+of every mean is a painting.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dllp.evaluation.evaluate import classified, separated
 from paper import render
-from paper.coloured_digits import CORRELATED, RANDOM, REVERSED, RULES, mirrored
+from paper.coloured_digits import CORRELATED, RANDOM, REVERSED, RULES, mirrored, painting
 from paper.prediction_metrics import Metrics, Versions, probabilities
-from paper.reliability import CLEAR, Contender, cell, mean, pairs, row
+from paper.reliability import CLEAR, Contender, cell, mean, row
 from paper.render import Lines, made_by, markdown_table, provenance
 from paper.store import CLEAN, Store
 from paper.tables import Table, Variant
@@ -44,29 +48,34 @@ RELIANCE, BY_COLOUR = "reliance", "by_colour"
 def summarise(table: Table, lines: Lines, variant: Variant, store: Store) -> dict[str, Any]:
     """Finished runs -> the content of summary.json; contenders without runs are left out."""
     members = {each.name: list(table.members(each, lines, variant)) for each in table.rows}
-    rows = [
-        row(table, contender, found, _measured(contender, found, store), variant)
-        for contender in CONTENDERS
-        if len(found := members.get(contender.row, [])) >= (2 if contender.how == "pairs" else 1)
-    ]
+    rows = []
+    for contender in CONTENDERS:
+        measured = _measured(contender, members.get(contender.row, []), store)
+        if measured:
+            found = row(table, contender, members[contender.row], measured.values(), variant)
+            lost = {str(number): values[REVERSED][RELIANCE] for number, values in measured.items()}
+            rows.append({**found, "lost_by_painting": lost})
     used = [line for found in members.values() for line in found]
     command = " ".join(["dllp", "bench", table.name, *variant.words])
     named = {"table": table.name, "title": table.title, "correlated": CORRELATED}
     return {**named, "rows": rows, "verdicts": _verdicts(rows), "command": command, **provenance(used)}
 
 
-def _measured(contender: Contender, lines: Lines, store: Store) -> Iterator[Metrics]:
-    """Metrics of each run, or pair of runs, on every version of the test set."""
-    if contender.how == "pairs":
-        yield from (metrics(*found) for found in pairs(lines, store))
-        return
-    for line in lines:
-        versions, labels = probabilities(store, line["digest"])
-        if contender.how == "together":
-            yield metrics(versions, labels)
-        else:
-            alone = ({name: p[i : i + 1] for name, p in versions.items()} for i in range(len(line["particles"])))
-            yield mean([metrics(each, labels) for each in alone])
+def _measured(contender: Contender, lines: Lines, store: Store) -> dict[int, Metrics]:
+    """Painting -> metrics on every version of its test set, means over the networks or ensembles that saw it."""
+    found = {}
+    for number, group in groupby(lines, lambda line: painting(line["seed"])):
+        runs, labels = [], torch.empty(0)
+        for line in group:
+            versions, labels = probabilities(store, line["digest"])
+            runs.append(versions)
+        if contender.how == "pairs":
+            runs = [{name: torch.cat([each[name] for each in runs]) for name in RULES}] if len(runs) > 1 else []
+        elif contender.how == "alone":
+            runs = [{name: each[name][i : i + 1] for name in RULES} for each in runs for i in range(len(each[CLEAN]))]
+        if runs:
+            found[number] = mean([metrics(each, labels) for each in runs])
+    return found
 
 
 def metrics(versions: Versions, labels: Tensor) -> Metrics:
@@ -81,18 +90,20 @@ def metrics(versions: Versions, labels: Tensor) -> Metrics:
 
 
 def _verdicts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Reliance on colour of each contender against the dense network's."""
+    """Reliance on colour of each contender less the dense network's, over the paintings that both saw."""
     if not rows or rows[0]["row"] != "dense":
         return []
-    dense, *others = ((each["name"], each["data"][REVERSED][RELIANCE], len(each["seeds"])) for each in rows)
-    found = []
-    for name, value, count in others:
-        difference, error = value["mean"] - dense[1]["mean"], None
-        if value["std"] is not None and dense[1]["std"] is not None:
-            error = math.hypot(value["std"] / math.sqrt(count), dense[1]["std"] / math.sqrt(dense[2]))
-        clear = error is not None and abs(difference) > CLEAR * error
-        verdict = ("more than" if difference > 0 else "less than") if clear else "not clearly other than"
-        found.append({"name": name, "difference": difference, "standard_error": error, "verdict": verdict})
+    dense, found = rows[0]["lost_by_painting"], []
+    for each in rows[1:]:
+        own = each["lost_by_painting"]
+        differences = [own[number] - dense[number] for number in own if number in dense]
+        if len(differences) > 1:
+            difference = statistics.fmean(differences)
+            error = statistics.stdev(differences) / math.sqrt(len(differences))
+            side = "more" if difference > 0 else "less"
+            verdict = side if abs(difference) > CLEAR * error else "not clearly other"
+            named = {"name": each["name"], "paintings": len(differences)}
+            found.append({**named, "difference": difference, "standard_error": error, "verdict": verdict})
     return found
 
 
@@ -103,16 +114,13 @@ def markdown(table: Table, summary: Mapping[str, Any]) -> str:
     """Accuracies, then uncertainties, then the verdicts."""
     rows = summary["rows"]
     head = [
-        "contender",
-        "FLOPs of dense",
-        *(f"accuracy, {name} (%)" for name in NAMES.values()),
-        "by colour (%)",
-        "seeds",
-    ]
+        "contender", "FLOPs of dense", *(f"accuracy, {name} (%)" for name in NAMES.values()), "by colour (%)",
+        "paintings",
+    ]  # fmt: skip
     accuracies = [
         [
             each["name"], f"{each['flops']:.2f}", *(cell(each["data"][name], "accuracy", 100) for name in RULES),
-            cell(each["data"][REVERSED], BY_COLOUR, 100), str(len(each["seeds"])),
+            cell(each["data"][REVERSED], BY_COLOUR, 100), str(len(each["lost_by_painting"])),
         ]
         for each in rows
     ]  # fmt: skip
@@ -125,9 +133,9 @@ def markdown(table: Table, summary: Mapping[str, Any]) -> str:
         [each["name"], *(cell(each["data"][name], metric, 100) for name in OTHERS for metric in by)] for each in rows
     ]
     parts = [
-        f"**{table.title}**; mean ± standard deviation over seeds. {summary['correlated']:.0%} of the training images "
-        "are given the colour of their class, the others one of ten at random; reversed: that of class 9 − y. By "
-        "colour: reversed images that get the class of their colour.",
+        f"**{table.title}**; mean ± standard deviation over paintings, each with colours of its own for the classes. "
+        f"{summary['correlated']:.0%} of the training images are given the colour of their class, the others one of "
+        "ten at random; reversed: that of class 9 − y. By colour: reversed images that get the class of their colour.",
         markdown_table(head, accuracies),
         "Uncertainty, mean over the images (nats; Σ Var p of an ensemble):",
         markdown_table(
@@ -139,16 +147,16 @@ def markdown(table: Table, summary: Mapping[str, Any]) -> str:
         ),
     ]
     if summary["verdicts"]:
-        parts += [
-            "Accuracy lost by reversing the colours, against the dense network:",
-            "\n".join(map(_told, summary["verdicts"])),
-        ]
+        text = (
+            "Accuracy lost by reversing the colours, against the dense network of the same painting (± standard error):"
+        )
+        parts += [text, "\n".join(map(_told, summary["verdicts"]))]
     return "\n\n".join([*parts, made_by(summary)]) + "\n"
 
 
 def _told(verdict: Mapping[str, Any]) -> str:
-    error = "" if verdict["standard_error"] is None else f" ± {100 * verdict['standard_error']:.2f}"
-    return f"- {verdict['name']}: {verdict['verdict']} it ({100 * verdict['difference']:+.2f}{error} points)"
+    points = f"{100 * verdict['difference']:+.2f} ± {100 * verdict['standard_error']:.2f} points"
+    return f"- {verdict['name']}: {verdict['verdict']} ({points})"
 
 
 def draw(path: Path, summary: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ CORRELATED = 0.9
 REVERSED, RANDOM = "reversed colours", "random colours"
 Rule = Callable[[Tensor], Tensor]
 HUES = torch.tensor([colorsys.hsv_to_rgb(k / 10, 1.0, 1.0) for k in range(10)])
-"""(10, 3): a colour for each class, once around the circle."""
+"""(10, 3): once around the circle."""
 
 
 def mirrored(classes: Tensor) -> Tensor:
@@ -40,26 +40,35 @@ def load_data(name: str, **options: Any) -> Dataset:
     """The data of a bench: painted digits, or whatever :func:`dllp.data.load` knows."""
     if name != DATA:
         return load(name, **options)
-    digits = load("digits", **options)
-    train = paint(cast(ArrayData, digits.train), RULES[CLEAN], seed=0)
+    train, tests = painted(load("digits", **options), seed=0)
+    return Dataset(DATA, train, tests[CLEAN], tuple("0123456789"))
+
+
+def painting(seed: int) -> int:
+    """The painting of a seed; two seeds share one, so that two dense networks can be an ensemble."""
+    return seed // 2
+
+
+def painted(digits: Dataset, seed: int) -> tuple[ArrayData, dict[str, ArrayData]]:
+    """Training images, and the same test images by each of :data:`RULES`, as networks of this seed see them.
+
+    A painting decides which class has which colour, and what every image has: a network's reliance on colour depends
+    on the few images of other colours, so that seeds of one painting would agree too well.
+    """
+    number = painting(seed)
+    hues = HUES[torch.randperm(len(HUES), generator=generator(number, 6))]
+    train = paint(cast(ArrayData, digits.train), RULES[CLEAN], hues, generator(number, 7))
     pixels = train.x.double() / 255
-    mean, std = (tuple(values.tolist()) for values in (pixels.mean((0, 2, 3)), pixels.std((0, 2, 3))))
-    train = replace(train, mean=mean, std=std)
-    return Dataset(DATA, train, versions(train)[CLEAN], digits.classes)
+    scale = {"mean": tuple(pixels.mean((0, 2, 3)).tolist()), "std": tuple(pixels.std((0, 2, 3)).tolist())}
+    tests = {name: paint(digits.test, rule, hues, generator(number, 8)) for name, rule in RULES.items()}
+    return replace(train, **scale), {name: replace(test, **scale) for name, test in tests.items()}
 
 
-def versions(like: ArrayData) -> dict[str, ArrayData]:
-    """The same test images by the rules of :data:`RULES`, normalised like others."""
-    grey = load("digits").test
-    return {name: replace(paint(grey, rule, seed=1), mean=like.mean, std=like.std) for name, rule in RULES.items()}
-
-
-def paint(grey: ArrayData, rule: Rule | None, seed: int) -> ArrayData:
+def paint(grey: ArrayData, rule: Rule | None, hues: Tensor, draw: torch.Generator) -> ArrayData:
     """(N, 1, H, W) images of ink -> (N, 3, H, W): black on a background of the rule's colour, or of any."""
-    draw = generator(seed, 7)
-    colours = torch.randint(len(HUES), (len(grey),), generator=draw)
+    colours = torch.randint(len(hues), (len(grey),), generator=draw)
     follows = torch.rand(len(grey), generator=draw) < CORRELATED
     if rule is not None:
         colours = torch.where(follows, rule(grey.y), colours)
     light = 1 - grey.x.float() / 255
-    return replace(grey, x=(255 * light * HUES[colours, :, None, None]).round().to(torch.uint8), mean=None, std=None)
+    return replace(grey, x=(255 * light * hues[colours, :, None, None]).round().to(torch.uint8), mean=None, std=None)

@@ -21,7 +21,7 @@ from dllp.baselines import find as find_baseline
 from dllp.baselines import run as baseline
 from dllp.baselines.run import FINETUNE_LR
 from dllp.config import Config, Machine
-from dllp.data import ArrayData, Dataset, StreamedData, holdout, ood, stratified
+from dllp.data import ArrayData, Dataset, StreamedData, holdout, load, ood, stratified
 from dllp.data.arrays import Augment
 from dllp.data.corruptions import parse
 from dllp.devices.device import environment, find_device
@@ -214,7 +214,7 @@ class Splits:
             test, left = ood.leave_out(test, self.data.classes, job.without)
             versions = {CLEAN: test, OUTSIDE + ood.LEFT_OUT: left, **self._far(test)}
         elif self.data.name == coloured_digits.DATA:
-            versions = coloured_digits.versions(test)
+            train, versions = coloured_digits.painted(load("digits"), job.seed)
         elif self._on_every_version(job):
             versions = self.test_versions
         if job.validation:
