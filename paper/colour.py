@@ -115,12 +115,13 @@ def markdown(table: Table, summary: Mapping[str, Any]) -> str:
     rows = summary["rows"]
     head = [
         "contender", "FLOPs of dense", *(f"accuracy, {name} (%)" for name in NAMES.values()), "by colour (%)",
-        "paintings",
+        "signed ECE, reversed (%)", "paintings",
     ]  # fmt: skip
     accuracies = [
         [
             each["name"], f"{each['flops']:.2f}", *(cell(each["data"][name], "accuracy", 100) for name in RULES),
-            cell(each["data"][REVERSED], BY_COLOUR, 100), str(len(each["lost_by_painting"])),
+            *(cell(each["data"][REVERSED], metric, 100) for metric in (BY_COLOUR, "signed_ece")),
+            str(len(each["lost_by_painting"])),
         ]
         for each in rows
     ]  # fmt: skip
