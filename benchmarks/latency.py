@@ -23,6 +23,7 @@ from dllp.deploy import speed
 from dllp.structure.groups import discover
 from dllp.structure.slicing import cut, recipe
 from dllp.zoo import build
+from paper.store import Store
 
 CASES = (("vgg16_bn", "table2", "a0bc110bb3ef6ed5", 3.0), ("resnet56", "table1", "88d16785dba05e9c", 1.7))
 """Network, table and digest of the run whose first particle's widths are taken, and the wanted speed-up."""
@@ -32,8 +33,7 @@ SETTING = (speed.ONNX, "cpu", 1, 64)
 
 def cases(name: str, table: str, digest: str, multiples: Sequence[int]) -> list[speed.Subject]:
     """Dense and pruned network, and the pruned one with multiples of channels."""
-    runs = Path("results", table, "runs.jsonl").read_text().splitlines()
-    line = next(line for line in map(json.loads, runs) if line["digest"] == digest)
+    line = next(line for line in Store(Path("results", table)).lines() if line["digest"] == digest)
     torch.manual_seed(0)
     model = build(name, num_classes=10, in_channels=3, image_size=32).eval()
     structure = discover(model, torch.randn(2, *SHAPE))

@@ -144,7 +144,7 @@ class Schedule:
     """The course of a run: its length, its phases, and its gates on the way from open to decided.
 
     Args:
-        epochs: Passes over the training data, in one run without fine-tuning.
+        epochs: Passes over the training data, in one run; those after `discrete_at` train the cut network.
         open_until, ramp_until, discrete_at: Progress in [0, 1] at which gates start to close, the budget
             ramp reaches its target, and gates become discrete and the network is sliced.
         draw_gates: Draw the relaxed gates in each step, or take their medians, the default for single weights: the

@@ -20,7 +20,7 @@ from paper.tables import TABLES
 
 ABOUT = "Run what a table of the paper still lacks, and write the table from everything that is finished."
 EXAMPLES = """Results lie in DIR/NAME: runs.jsonl (a line for each finished job), summary.json, table.md,
-and test probabilities. Finished jobs are never run again: the same command goes on where it was interrupted.
+and test probabilities. Finished jobs are not run again: the same command goes on where it was interrupted.
 
 examples:
   dllp bench table1 --data-root data
@@ -37,6 +37,10 @@ examples:
       ResNet-50 on a folder of your own, train/<class>/*.jpg and val/<class>/*.jpg, streamed where it is large
   dllp bench figure3; dllp bench figure4; dllp bench reliability
       how uncertain pruned networks are; runs that another bench has finished are taken over
+  dllp bench colour
+      digits whose colours mislead: minutes on a CPU, no data to fetch
+  dllp bench table1 --rows tuned-cp-55 --again 'its LASSO path is another one now'
+      a second run of finished jobs: the lines of the first are marked as superseded, and stay
   dllp bench table1 --validation 5000 --epochs 20 --rows dllp-channel-55 --seeds 0
       a choice of hyperparameters: trained on 45,000 images, evaluated on the 5,000 others, in a folder of its own
   dllp bench table1 --validation 5000 --epochs 30 --rows 'tuned-slimming-*' --set network=resnet20 strength=1e-5
@@ -70,6 +74,8 @@ def add_options(parser: Parser) -> None:
     text = "Head of the Ray cluster: HOST:PORT, auto, or local. (default: $RAY_ADDRESS, or a Ray of its own)"
     add(parser, "--address", str, text)
     add(parser, "--cpus", int, "Processors for each job on Ray. (default: 1)")
+    text = "Mark the finished jobs of these rows and seeds as superseded, for this reason, and run them again."
+    add(parser, "--again", str, text, metavar="REASON")
     add(parser, "--list", bool, "Print the jobs and what is finished, and run nothing.")
     add(parser, "--summary-only", bool, "Write the table again, and run nothing.")
     add(parser, *QUIET)
@@ -80,7 +86,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m paper")
     add_options(parser)
     try:
-        execute(vars(parser.parse_args(words)))
+        execute(vars(parser.parse_args(words)), program=parser.prog)
     except DllpError as error:
         print("dllp:", " ".join(f"error: {error}".split()), file=sys.stderr)
         return 2

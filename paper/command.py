@@ -15,20 +15,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dllp.data import Dataset, load, names
+import torch
+
+from dllp.data import Dataset, names
 from dllp.data.cifar10 import Progress
 from dllp.data.unreadable import SkippedImage
-from dllp.devices.device import find_device
+from dllp.devices.device import environment, find_device
 from dllp.errors import ConfigError
 from dllp.records import EpochRecord
 from dllp.training.state import RunState
 from paper import cluster, summary, tables
+from paper.coloured_digits import DATA, load_data
 from paper.jobs import Runner
 from paper.launch import Book, Spread, describe, finish, in_short, seen_data
+from paper.provenance import source
 from paper.store import Store
 from paper.workers import Processes, Settings, say_left_out
 
 RESULTS = "results"
+PLACES = ("out", "data", "data_root")
+"""Options that name folders."""
 LAUNCHERS = {"local": ("jobs",), "ray": ("jobs", "address", "cpus")}
 """Where jobs run besides this process, with the options of each."""
 Download = Callable[[], AbstractContextManager[Progress | None]]
@@ -55,12 +61,14 @@ def execute(
     *,
     download: Download = nullcontext,
     reporter: Callable[[], AbstractContextManager[Nothing]] = Nothing,
+    program: str = "dllp bench",
 ) -> None:
     """One call of the command.
 
     Args:
         given: Its options by name, only those that the user gave.
         download, reporter: Open what shows a download, and what shows trainings.
+        program: The command itself, as the user typed it.
     """
     check_launcher(given)
     settings, quiet = tables.settings(given.get("set", ())), given.get("quiet", False)
@@ -70,9 +78,11 @@ def execute(
         raise ConfigError(f"{table.name} is about predictions on the test set: leave out --validation")
     share = shard(given.get("shard", "1/1"))
     plan = table.plan(given.get("rows", ()), given.get("seeds"), variant, share)
-    store = summary.open_store(Path(given.get("out", RESULTS)), table, variant)
+    command = typed(program, given)
+    note = {**environment(torch.device("cpu")), **source(), "deterministic": True, "command": command}
+    store = summary.open_store(Path(given.get("out", RESULTS)), table, variant, note)
     if given.get("list"):
-        finished = store.digests() | {digest for source in store.sources for digest in source.digests()}
+        finished = store.digests() | store.adoptable()
         for planned in plan:
             print("done" if planned.job.digest in finished else "    ", planned.job.digest, describe(planned))
         print(f"{sum(planned.job.digest in finished for planned in plan)} of {len(plan)} jobs are finished")
@@ -80,8 +90,8 @@ def execute(
     try:
         store.adopt({planned.job.digest: planned.row.predictions != "none" for planned in plan})
         finished = store.digests()
-        if not given.get("summary_only") and any(planned.job.digest not in finished for planned in plan):
-            work = _Work(plan, store, data_of(table, given), given, share[1])
+        if not given.get("summary_only") and ("again" in given or any(p.job.digest not in finished for p in plan)):
+            work = _Work(plan, store, data_of(table, given), given, share[1], command)
             if "launcher" in given:
                 work.elsewhere(download)
             else:
@@ -104,6 +114,7 @@ class _Work:
     data: str
     given: Mapping[str, Any]
     shards: int
+    command: str
 
     def here(self, download: Download, reporter: Callable[[], AbstractContextManager[Nothing]]) -> None:
         """One job after another in this process."""
@@ -144,7 +155,7 @@ class _Work:
             if not self.given.get("quiet"):
                 say_left_out(image)
 
-        return load(self.data, root=self.given.get("data_root"), progress=bar, report=report, **self._loading)
+        return load_data(self.data, root=self.given.get("data_root"), progress=bar, report=report, **self._loading)
 
     def _spread(self, pool: Processes | cluster.Cluster) -> None:
         def report(text: str) -> None:
@@ -156,7 +167,7 @@ class _Work:
     def _settings(self, device: str, reported: Sequence[str] = ()) -> Settings:
         """Places as seen from anywhere: workers may start in another folder."""
         data, root = self.data, self.given.get("data_root")
-        data = data if data in names() else _absolute(data)
+        data = data if data in (*names(), DATA) else _absolute(data)
         return Settings(
             data, root and _absolute(root), device, self._precision(device), threads=1, loading=self._loading,
             recompute=self._recompute, everywhere=self._everywhere, seen=seen_data(self.store), reported=reported,
@@ -180,15 +191,17 @@ class _Work:
         return self.given.get("precision", "bfloat16" if device.startswith("cuda") else "float32")
 
     def _book(self, sharing: int) -> Book:
-        given = self.given
-        words = [word for option, value in given.items() if option != "name" for word in _words(option, value)]
-        note = {"command": shlex.join(["dllp", "bench", given["name"], *words]), "processes": self.shards * sharing}
+        """Where finished jobs go, once the data is known to be there; those to be run again are unfinished now."""
+        finished = self.store.digests() if "again" in self.given else set()
+        for planned in self.plan:
+            if planned.job.digest in finished:
+                self.store.supersede(planned.job.digest, self.given["again"])
 
         def done(planned: tables.Planned, line: dict[str, Any]) -> None:
-            if not given.get("quiet"):
+            if not self.given.get("quiet"):
                 print(f"{describe(planned)}: {in_short(line)}", flush=True)
 
-        return Book(self.store, note, done)
+        return Book(self.store, {"command": self.command, "processes": self.shards * sharing}, done)
 
 
 def check_launcher(given: Mapping[str, Any]) -> None:
@@ -226,7 +239,15 @@ def shard(text: str) -> tuple[int, int]:
     return index, count
 
 
+def typed(program: str, given: Mapping[str, Any]) -> str:
+    """The command as it was typed, but for the place of folders on this machine."""
+    words = [word for option, value in given.items() if option != "name" for word in _words(option, value)]
+    return shlex.join([*program.split(), given["name"], *words])
+
+
 def _words(option: str, value: Any) -> list[str]:
-    """An option as it is typed."""
+    """An option as it is typed, a folder by its name where that begins at the root or at home."""
     values = [] if value is True else value if isinstance(value, list) else [value]
+    if option in PLACES and _absolute(str(value)) == value:
+        values = [Path(str(value)).name]
     return ["--" + option.replace("_", "-"), *map(str, values)] if value is not False else []

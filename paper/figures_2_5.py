@@ -7,16 +7,19 @@ number of weights and the bin's width, and the bin nearest to zero is a circle: 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy
 
 from dllp.evaluation import weight_analysis
 from dllp.method import weight_laws
 from paper import render
+from paper.jobs import epochs_after_cut
 from paper.render import Lines, made_by, markdown_table, provenance
 from paper.store import Store
 from paper.tables import Table, Variant
@@ -115,6 +118,8 @@ BESIDE = 2
 """Bins on both sides of the middle one that a spike may reach before the cut."""
 CIRCLE = 600.0
 """Area of a circle that holds all weights, in square points."""
+LAPLACE_POINTS = 4001
+"""Quantiles at which laws are compared."""
 
 
 def summarise(table: Table, lines: Lines, variant: Variant, store: Store) -> dict[str, Any]:
@@ -154,9 +159,35 @@ def figure_row(
         "layers": {layer: shapes[part] for layer, shapes in found["layers"].items()},
         "densities": found["densities"],
     }
+    if name.startswith("dllp"):
+        row["epochs"], row["epochs_after_cut"] = line.get("epochs"), epochs_after_cut(line)
     if name.startswith("dllp") and part == "kept" and shape:
         row["reached"] = reached(shape)
+    if part == "kept":
+        row["tail"] = weight_analysis.tails(found["layers"])
+    elif name.startswith("l1"):
+        row["laws"] = {layer: laplace(shapes[part]) for layer, shapes in found["layers"].items()}
     return row
+
+
+def laplace(shape: Mapping[str, Any]) -> dict[str, float]:
+    """The Amoroso fit of a layer's magnitudes beside the Laplace law that l1 regularisation stands for.
+
+    `laplace_ks` bounds the distance of every Laplace law to the weights from below: its distance to the fit is at most
+    the sum of both. Laplace weights have alpha = power = 1.
+    """
+    fit = shape["fits"]["amoroso"]
+    alpha, power, scale = (fit["parameters"][key] for key in ("alpha", "power", "scale"))
+    at = np.linspace(0, 1, LAPLACE_POINTS)[1:-1]
+    quantiles = scale * scipy.special.gammaincinv(alpha, at) ** (1 / power)
+
+    def distance(log_scale: float) -> float:
+        return float(np.abs(-np.expm1(-quantiles / math.exp(log_scale)) - at).max())
+
+    middle = math.log(float(np.median(quantiles)))
+    near = min(np.linspace(middle - 5, middle + 5, 101), key=distance)
+    least: Any = scipy.optimize.minimize_scalar(distance, bounds=(near - 0.1, near + 0.1), method="bounded")
+    return {"alpha": alpha, "power": power, "amoroso_ks": fit["ks"], "laplace_ks": max(least.fun - fit["ks"], 0.0)}
 
 
 def markdown(table: Table, summary: Mapping[str, Any]) -> str:
@@ -175,9 +206,9 @@ def markdown(table: Table, summary: Mapping[str, Any]) -> str:
         body.append([name, count, removed, accuracy, row["part"], *cells, wanted])
     text = markdown_table(head, body, "l" + "r" * (len(head) - 2) + "l")
     note = (
-        "Layers are standardised, then pooled; nothing was fine-tuned. near_zero: weights within a tenth of a standard "
-        "deviation over a Gaussian's; ks: distance to the Gaussian of the same mean and deviation; dip_p: p-value of "
-        f"one mode on {weight_laws.DIP_SAMPLE:,} weights"
+        f"Layers are standardised, then pooled. {_trained(summary['rows'])} near_zero: weights within a tenth of a "
+        "standard deviation over a Gaussian's; ks: distance to the Gaussian of the same mean and deviation; dip_p: "
+        f"p-value of one mode on {weight_laws.DIP_SAMPLE:,} weights"
     )
     note += (
         ". Of dllp these are the weights of M_0: those that its gates keep as they are at the end of the run, the "
@@ -189,7 +220,61 @@ def markdown(table: Table, summary: Mapping[str, Any]) -> str:
         note += (
             f" Wanted of DLLP: near_zero within {RATIO[0]} and {RATIO[1]}, dip_p above {DIP_P}, ks at most {DISTANCE}."
         )
-    return "\n\n".join([f"**{table.title}**", text, note, made_by(summary)]) + "\n"
+    more = [*_tail_markdown(summary["rows"]), *_law_markdown(summary["rows"])]
+    return "\n\n".join([f"**{table.title}**", text, note, *more, made_by(summary)]) + "\n"
+
+
+def _trained(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """How long networks were trained after the cut."""
+    cut = [row for row in rows.values() if row.get("epochs_after_cut")]
+    own = (
+        f"; dllp is one run, {cut[0]['epochs_after_cut']} of {cut[0]['epochs']} epochs train the cut network"
+        if cut
+        else ""
+    )
+    return f"Magnitude's networks are as they were cut, before any fine-tuning{own}."
+
+
+def _tail_markdown(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The index of every layer's Pareto tail beside the one that equation 8's k = h / sigma predicts."""
+    tails = {name: row["tail"] for name, row in rows.items() if row.get("tail")}
+    if not tails:
+        return []
+    layers = dict.fromkeys(layer for tail in tails.values() for layer in tail["layers"])
+    body, verdicts = [], []
+    for name, tail in tails.items():
+        found = tail["layers"]
+        cells = (f"{found[at]['k']:.2g} / {found[at]['predicted']:.2g}" if at in found else "–" for at in layers)
+        body.append([name, f"{tail['h']:.2g}", *cells])
+        ratios = [row["k"] / row["predicted"] for row in found.values()]
+        verdicts.append(f"{name} {min(ratios):.2f} to {max(ratios):.2f}")
+    return [
+        "Pareto tail of the kept weights, equation 8, layer by layer: k as fitted / h over the layer's standard "
+        "deviation before the cut, with one h for all layers of a network, by least squares in log k (the paper leaves "
+        "h open):",
+        markdown_table(["row", "h", *layers], body),
+        f"Fitted over predicted k: {', '.join(verdicts)}. One h would make all of them 1. What dllp keeps has no "
+        "threshold: its tail begins at the smallest weight.",
+    ]
+
+
+def _law_markdown(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Layers of an l1-regularised network: Laplace, as its prior says, or not."""
+    laws = {name: row["laws"] for name, row in rows.items() if "laws" in row}
+    parts = []
+    for name, found in laws.items():
+        body = [
+            [layer, *(f"{law[key]:.3f}" for key in ("alpha", "power", "amoroso_ks", "laplace_ks"))]
+            for layer, law in found.items()
+        ]
+        worse = sum(law["laplace_ks"] > law["amoroso_ks"] for law in found.values())
+        head = ["layer", "α", "power", "KS of the Amoroso fit", "KS of any Laplace law, at least"]
+        parts += [
+            f"Magnitudes of {name} by layer, Amoroso law with free power (Laplace weights have α = power = 1):",
+            markdown_table(head, body),
+            f"In {worse} of {len(found)} layers every Laplace law is farther from the weights than the Amoroso fit.",
+        ]
+    return parts
 
 
 def draw(path: Path, summary: Mapping[str, Any]) -> None:

@@ -62,7 +62,23 @@ def figure4(table: Table, lines: Lines, variant: Variant, store: Store) -> dict[
             ("d", "variance in the posterior", "Σ Var p", "epistemic"),
         )
     ]
+    priors = ", ".join(f"{_prior(line):.4f}" for line in members)
+    seeds = ", ".join(str(line["seed"]) for line in members)
+    panels[1]["verdict"] = (
+        f"(b) is (a) plus the log-prior over N, which is the same for every version of the data ({priors} for seeds "
+        f"{seeds}): it says nothing that (a) does not say."
+    )
+    panels[3]["verdict"] = _blur_verdict(panels[3]["series"]["Σ Var p"])
     return _summary(table, variant, panels, members)
+
+
+def _blur_verdict(series: Mapping[str, Any]) -> str:
+    """The order of epistemic uncertainty over the blur in words."""
+    blurred = [series["mean"][2:], *(values[2:] for values in series["seeds"].values())]
+    orders = {"falls": falls, "rises": lambda values: falls(values[::-1])}
+    kept = [f"{word} strictly" for word, holds in orders.items() if all(map(holds, blurred))]
+    order = f"{kept[0]}, in the mean and in every seed" if kept else "has no order that every seed keeps"
+    return f"From gaussian-blur:1 to 5 (d) {order}: {blurred[0][0]:.4f} to {blurred[0][-1]:.4f} in the mean."
 
 
 def _by_seed(store: Store, lines: Lines) -> dict[int, dict[str, Values]]:
@@ -78,8 +94,12 @@ def _by_seed(store: Store, lines: Lines) -> dict[int, dict[str, Values]]:
 def _figures(found: PredictionMetrics, version: str, line: Mapping[str, Any]) -> Values:
     names = ("fitted_noise", "log_likelihood")
     own = {name: statistics.fmean(values[version][name] for values in found.particles) for name in names}
-    prior = statistics.fmean(line["log_prior"]) / line["num_data"]
-    return {**found.ensemble[version], **own, "log_posterior": own["log_likelihood"] + prior}
+    return {**found.ensemble[version], **own, "log_posterior": own["log_likelihood"] + _prior(line)}
+
+
+def _prior(line: Mapping[str, Any]) -> float:
+    """Log-prior of a run's particles over N, in the mean."""
+    return statistics.fmean(line["log_prior"]) / line["num_data"]
 
 
 def _curve(found: Mapping[int, Mapping[str, Values]], places: Sequence[str], name: str) -> dict[int, list[float]]:
@@ -141,6 +161,8 @@ def markdown(table: Table, summary: Mapping[str, Any]) -> str:
                 cells.append(", ".join(f"{values[i]:.4g}" for values in series["seeds"].values()))
             body.append(cells)
         parts.append(f"({panel['name']}) {panel['title']}:\n\n{markdown_table(header, body)}")
+        if "verdict" in panel:
+            parts.append(panel["verdict"])
         if "wanted" in panel:
             parts.append(f"Wanted: {panel['wanted']}.")
             parts.append("\n".join(f"- {label}: {_verdict(series)}" for label, series in panel["series"].items()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from dllp.baselines import find as find_baseline
 from dllp.baselines import run as baseline
 from dllp.baselines.run import FINETUNE_LR
 from dllp.config import Config, Machine
-from dllp.data import ArrayData, Dataset, StreamedData, holdout, ood, stratified
+from dllp.data import ArrayData, Dataset, StreamedData, holdout, load, ood, stratified
 from dllp.data.arrays import Augment
 from dllp.data.corruptions import parse
 from dllp.devices.device import environment, find_device
@@ -35,6 +35,8 @@ from dllp.structure.select import select
 from dllp.structure.slicing import cut
 from dllp.structure.slicing import recipe as kept_channels
 from dllp.training.state import RunState
+from paper import coloured_digits
+from paper.provenance import source
 from paper.store import CLEAN, OUTSIDE
 
 # ---- recipes: one for each network, for dense, pruned and thin rows of every table alike
@@ -212,6 +214,8 @@ class Splits:
             train, _ = ood.leave_out(train, self.data.classes, job.without)
             test, left = ood.leave_out(test, self.data.classes, job.without)
             versions = {CLEAN: test, OUTSIDE + ood.LEFT_OUT: left, **self._far(test)}
+        elif self.data.name == coloured_digits.DATA:
+            train, versions = coloured_digits.painted(load("digits"), job.seed)
         elif self._on_every_version(job):
             versions = self.test_versions
         if job.validation:
@@ -284,6 +288,7 @@ class Runner:
         self.data, self.machine, self.splits = data, machine, Splits(data, everywhere)
         self.watch: dict[str, Any] = {"on_epoch": on_epoch, "on_step": on_step}
         self.dense_networks: dict[str, Result] = {}
+        self.source = source()  # as the code is now: it may be changed while jobs run
 
     def run(self, job: Job) -> Outcome:
         """Train, evaluate, report."""
@@ -314,6 +319,9 @@ class Runner:
             **({} if trained.before is None else {"before": before(trained.before, test, device)}),
             **trained.detail,
             **environment(device),
+            **self.source,
+            "deterministic": device.type == "cpu" or config.deterministic,
+            "threads": torch.get_num_threads(),
         }
         return Outcome(line, {name: p.numpy() for name, p in probabilities.items()}, labels.numpy())
 
@@ -457,3 +465,8 @@ def dense_size(structure: Structure) -> Size:
 def brief(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Records without the counts of gates by module, which would be most of a line."""
     return [{name: value for name, value in record.items() if name != "gates"} for record in history]
+
+
+def epochs_after_cut(line: Mapping[str, Any]) -> int:
+    """Epochs of a finished run that trained a network whose gates were decided."""
+    return sum(record["phase"] == "discrete" for record in line.get("history", ()))

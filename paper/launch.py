@@ -10,12 +10,12 @@ import json
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from dllp.errors import DllpError, Interrupted, WorkerError
 from dllp.runs.checkpoints import Signals
 from paper.jobs import Job, Outcome, Runner
+from paper.provenance import now
 from paper.store import LABELS, Store
 from paper.tables import Planned, units
 from paper.workers import Answer, Failed, Lost, Unfit, attempt
@@ -170,8 +170,7 @@ class Book:
 
     def keep(self, planned: Planned, outcome: Outcome) -> None:
         """The job is finished."""
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        line = {"row": planned.row.name, **outcome.line, "date": now, **self.note}
+        line = {"row": planned.row.name, **outcome.line, "date": now(), **self.note}
         keep = planned.row.predictions != "none" and not planned.job.validation
         if self.store.add(line, {**outcome.probabilities, LABELS: outcome.labels} if keep else None):
             self.done(planned, line)

@@ -1,7 +1,7 @@
 """Metrics from stored predictions, per particle and for the ensemble, on clean, corrupted and OOD data.
 
-They are stored beside the runs when they are first computed. Predictions that serve nothing else, and take a hundred
-times the space, can be removed then.
+They are stored beside the runs when they are first computed, with a provenance of their own. Predictions that serve
+nothing else, and take a hundred times the space, can be removed then.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ particles as an ensemble, or the dense networks of neighbouring seeds as ensembl
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -95,20 +96,23 @@ def summarise(table: Table, lines: Lines, variant: Variant, store: Store) -> dic
     contests = []
     for contest in CONTESTS:
         rows = [
-            _row(contender, members[contender.row], store, variant)
+            row(table, contender, members[contender.row], _measured(contender, members[contender.row], store), variant)
             for contender in contest.contenders
             if len(members.get(contender.row, [])) >= (2 if contender.how == "pairs" else 1)
         ]
         if rows:
-            contests.append({"title": contest.title, "rows": rows, "wanted": _verdicts(contest, rows)})
+            verdicts = {"wanted": _verdicts(contest, rows), "efficiency": _efficiency(rows)}
+            contests.append({"title": contest.title, "rows": rows, **verdicts})
     used = [line for found in members.values() for line in found]
     command = " ".join(["dllp", "bench", table.name, *variant.words])
     return {"table": table.name, "title": table.title, "contests": contests, "command": command, **provenance(used)}
 
 
-def _row(contender: Contender, lines: Lines, store: Store, variant: Variant) -> dict[str, Any]:
-    """One contender: mean and standard deviation of every figure over its units, on every version of the data."""
-    found = list(_measured(contender, lines, store))
+def row(
+    table: Table, contender: Contender, lines: Lines, measured: Iterable[Metrics], variant: Variant
+) -> dict[str, Any]:
+    """One contender: mean and standard deviation of every metric over its units, on every version of the data."""
+    found = list(measured)
     size = 2 if contender.how == "pairs" else len(lines[0]["macs"]) if contender.how == "together" else 1
     return {
         "name": contender.name,
@@ -118,22 +122,22 @@ def _row(contender: Contender, lines: Lines, store: Store, variant: Variant) -> 
         "flops": size * statistics.fmean(m / line["dense_macs"] for line in lines for m in line["macs"]),
         "seeds": [line["seed"] for line in lines],
         "data": {version: _spread([values[version] for values in found]) for version in found[0]},
-        "command": " ".join(["dllp", "bench", "reliability", "--rows", contender.row, *variant.words]),
+        "command": " ".join(["dllp", "bench", table.name, "--rows", contender.row, *variant.words]),
     }
 
 
 def _measured(contender: Contender, lines: Lines, store: Store) -> Iterator[Metrics]:
     """Metrics of each run, or pair of runs, on every version of the data."""
     if contender.how == "pairs":
-        for versions, labels in _pairs(lines, store):
+        for versions, labels in pairs(lines, store):
             yield from_probabilities(versions, labels).ensemble
         return
     for line in lines:
         found = stored_metrics(store, line)
-        yield found.ensemble if contender.how == "together" else _mean(found.particles)
+        yield found.ensemble if contender.how == "together" else mean(found.particles)
 
 
-def _pairs(lines: Lines, store: Store) -> Iterator[tuple[Versions, Tensor]]:
+def pairs(lines: Lines, store: Store) -> Iterator[tuple[Versions, Tensor]]:
     """Predictions of two runs as one ensemble: neighbours in a ring use every run twice; two runs are one pair."""
     runs = [probabilities(store, line["digest"]) for line in lines]
     partners = runs[1:] + runs[:1] if len(runs) > 2 else runs[1:2]
@@ -141,7 +145,7 @@ def _pairs(lines: Lines, store: Store) -> Iterator[tuple[Versions, Tensor]]:
         yield {name: torch.cat([one[name], two[name]]) for name in one}, labels
 
 
-def _mean(found: Sequence[Metrics]) -> Metrics:
+def mean(found: Sequence[Metrics]) -> Metrics:
     """Means over networks of the same run."""
     return {
         version: {name: statistics.fmean(f[version][name] for f in found) for name in found[0][version]}
@@ -174,6 +178,33 @@ def _verdicts(contest: Contest, rows: Sequence[dict[str, Any]]) -> list[dict[str
     ]
 
 
+CLEAR = 2.0
+"""Standard errors by which a difference counts as one."""
+
+
+def _efficiency(rows: Sequence[dict[str, Any]]) -> dict[str, float | str | None] | None:
+    """Estimation efficiency of two particles against that of two dense networks, which cost more, on clean data.
+
+    The standard error is that of independent values, though each dense network is in two pairs.
+    """
+    both = {row["how"]: row for row in rows if row["networks"] == 2 and row["how"] != "alone"}
+    if set(both) != {"together", "pairs"}:
+        return None
+    ours, theirs = (both[how]["data"][CLEAN]["efficiency"] for how in ("together", "pairs"))
+    difference, errors = ours["mean"] - theirs["mean"], None
+    if ours["std"] is not None and theirs["std"] is not None:
+        counts = (len(both[how]["seeds"]) for how in ("together", "pairs"))
+        errors = math.hypot(*(std / math.sqrt(n) for std, n in zip((ours["std"], theirs["std"]), counts, strict=True)))
+    improved = errors is not None and difference > CLEAR * errors
+    return {
+        "particles": ours["mean"],
+        "dense": theirs["mean"],
+        "difference": difference,
+        "standard_error": errors,
+        "verdict": "improved" if improved else "not improved",
+    }
+
+
 def markdown(table: Table, summary: Mapping[str, Any]) -> str:
     """Three tables for each contest: clean data, NLL and ECE under corruption, out-of-distribution inputs."""
     parts = [f"**{table.title}**; mean ± standard deviation over seeds."]
@@ -184,7 +215,7 @@ def markdown(table: Table, summary: Mapping[str, Any]) -> str:
         body = [
             [
                 row["name"], f"{row['flops']:.2f}",
-                *(_cell(row["data"][CLEAN], name, factor) for name, (_, factor) in SHOWN.items()),
+                *(cell(row["data"][CLEAN], name, factor) for name, (_, factor) in SHOWN.items()),
                 str(len(row["seeds"])), f"`{row['command']}`",
             ]
             for row in rows
@@ -200,18 +231,28 @@ def markdown(table: Table, summary: Mapping[str, Any]) -> str:
             names = [name.removeprefix(OUTSIDE) for name in outside]
             head = ["contender", *(f"{name}: {heading}" for name in names for heading in OUTSIDE_SHOWN.values())]
             body = [
-                [row["name"], *(_cell(row["data"].get(o, {}), key, 100) for o in outside for key in OUTSIDE_SHOWN)]
+                [row["name"], *(cell(row["data"].get(o, {}), key, 100) for o in outside for key in OUTSIDE_SHOWN)]
                 for row in rows
             ]
             parts.append(
                 "Inputs from elsewhere, told apart by the entropy of the prediction:\n\n" + markdown_table(head, body)
             )
+        if contest["efficiency"]:
+            parts.append(_efficiency_text(contest["efficiency"]))
         for aim in contest["wanted"]:
             parts.append(f"- {aim['aim']}: {aim['found']:.4f}, {'reached' if aim['reached'] else 'missed'}")
     return "\n\n".join([*parts, made_by(summary)]) + "\n"
 
 
-def _cell(figures: Mapping[str, Any], name: str, factor: float = 1) -> str:
+def _efficiency_text(found: Mapping[str, Any]) -> str:
+    spread = "" if found["standard_error"] is None else f" ± {100 * found['standard_error']:.2f}"
+    return (
+        f"Estimation efficiency of two particles against two dense networks: {100 * found['particles']:.1f} against "
+        f"{100 * found['dense']:.1f}%, {100 * found['difference']:+.2f}{spread} points: {found['verdict']}."
+    )
+
+
+def cell(figures: Mapping[str, Any], name: str, factor: float = 1) -> str:
     if name not in figures:
         return "–"
     mean, std = figures[name]["mean"], figures[name]["std"]
@@ -220,7 +261,7 @@ def _cell(figures: Mapping[str, Any], name: str, factor: float = 1) -> str:
 
 
 def _both(figures: Mapping[str, Any]) -> str:
-    return f"{_cell(figures, 'nll')} / {_cell(figures, 'ece', 100)}"
+    return f"{cell(figures, 'nll')} / {cell(figures, 'ece', 100)}"
 
 
 def draw(path: Path, summary: Mapping[str, Any]) -> None:

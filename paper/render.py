@@ -14,6 +14,8 @@ from dllp import files
 Lines = Sequence[dict[str, Any]]
 """Finished runs, as :meth:`paper.store.Store.lines` gives them."""
 VERSIONS = ("dllp", "torch", "python")
+SHORT = 10
+"""Digits of a commit in a text."""
 PANEL = (3.4, 2.8)
 """Inches."""
 
@@ -37,14 +39,20 @@ def distinct(values: Iterable[str]) -> str:
 
 
 def provenance(used: Lines) -> dict[str, Any]:
-    """Where, when and with what the runs were made."""
+    """Where, when and with what the runs were made; commits of those lines that have one."""
+    commits = distinct(_commit(line) for line in used if line.get("commit"))
     return {
         "hardware": distinct(line["hardware"] for line in used),
         "precision": distinct(line["config"]["precision"] for line in used),
         "processes_sharing_the_device": max((line.get("processes", 1) for line in used), default=1),
         "versions": {name: distinct(line[name] for line in used) for name in VERSIONS},
         "date": max((line["date"] for line in used), default=None),
+        **({"commits": commits} if commits else {}),
     }
+
+
+def _commit(line: Mapping[str, Any]) -> str:
+    return line["commit"][:SHORT] + (" with local changes" if line.get("dirty") else "")
 
 
 def made_by(summary: Mapping[str, Any]) -> str:
@@ -54,6 +62,8 @@ def made_by(summary: Mapping[str, Any]) -> str:
         ", ".join(f"{name} {version}" for name, version in summary["versions"].items()),
         f"finished {summary['date'][:10]}",
     ]  # fmt: skip
+    if "commits" in summary:
+        made.append(f"commit {summary['commits']}")
     shared = summary["processes_sharing_the_device"]
     if shared > 1:
         made.append(f"times measured while up to {shared} processes shared the device")

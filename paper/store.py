@@ -1,12 +1,14 @@
 """The results folder of a table: finished jobs, in a form that a crash cannot spoil.
 
-    runs.jsonl                  one line for each finished job, only ever appended to
+    runs.jsonl                  one line for each finished job, and marks of superseded ones; only ever appended to
     probabilities/DIGEST.npz    (n, B, C) test probabilities on each version of the test set, and the labels (B,);
                                 `ood:NAME` are out-of-distribution inputs, as many as there are and without labels
     figures.jsonl               metrics computed from probabilities, one line for each job
     .lock                       held by the process that appends; without meaning otherwise
 
-A job is named by its digest; what has a line is finished and is never run again.
+A job is named by its digest; what has a line is finished and is never run again. No line is edited or removed: the
+latest line of a digest counts, and a mark, `{"superseded": DIGEST, "why": TEXT}`, takes back all lines of that digest
+before it, so that the job is unfinished until a line follows.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,11 +31,16 @@ from filelock import FileLock
 from dllp import files
 from dllp.data import npy
 from dllp.errors import ArtifactError
+from paper.provenance import now
 
 RUNS, FIGURES, PROBABILITIES, LOCK = "runs.jsonl", "figures.jsonl", "probabilities", ".lock"
 CLEAN, OUTSIDE, LABELS = "clean", "ood:", "labels"
 """Arrays of probabilities: those of the clean test set, what names of out-of-distribution inputs begin with, labels."""
 RUNS_BYTES, ARRAYS_BYTES, MOST_ARRAYS = 2**28, 2**31, 64
+SUPERSEDED, WHY = "superseded", "why"
+"""What a mark holds in place of a job's digest and seed."""
+UNKNOWN = {"commit": None, "dirty": None, "deterministic": None}
+"""Provenance of a line that was written before lines had any."""
 DIGEST = re.compile(r"\w{1,64}")
 """A digest names a file: nothing else may stand there."""
 
@@ -44,22 +51,25 @@ class Store:
     Args:
         folder: Where they lie.
         sources: Other tables' stores, whose jobs need not be run again here.
+        note: Provenance of metrics and marks, added to their lines; a job's line brings its own.
     """
 
-    def __init__(self, folder: Path, sources: Sequence[Store] = ()) -> None:
-        self.folder, self.sources = folder, sources
+    def __init__(self, folder: Path, sources: Sequence[Store] = (), note: Mapping[str, Any] | None = None) -> None:
+        self.folder, self.sources, self.note = folder, sources, note or {}
         self.runs, self.judged = folder / RUNS, folder / FIGURES
 
     def lines(self) -> list[dict[str, Any]]:
-        """Every finished job, in the order of finishing; a torn last line is none."""
-        found: dict[str, dict[str, Any]] = {}
-        for line in _lines(self.runs):
-            found.setdefault(line["digest"], line)
-        return list(found.values())
+        """Every finished job by its latest line, in the order of finishing; a torn last line is none."""
+        return [line for line in latest(_lines(self.runs)).values() if line is not None]
 
     def digests(self) -> set[str]:
         """Names of the finished jobs."""
         return {line["digest"] for line in self.lines()}
+
+    def adoptable(self) -> set[str]:
+        """Names of the jobs that a source has finished, without those that are superseded here."""
+        superseded = {digest for digest, line in latest(_lines(self.runs)).items() if line is None}
+        return {digest for source in self.sources for digest in source.digests()} - superseded
 
     def adopt(self, wanted: Mapping[str, bool]) -> None:
         """Take over the lines of such jobs that a source has and this table lacks; their arrays stay where they are.
@@ -67,12 +77,17 @@ class Store:
         Args:
             wanted: Digest -> whether what the job predicted is needed too, as arrays or as figures.
         """
+        adoptable = self.adoptable()
         for source in self.sources:
-            missing = wanted.keys() - self.digests()
+            missing = (wanted.keys() & adoptable) - self.digests()
             for line in source.lines() if missing else ():
                 digest = line["digest"]
                 if digest in missing and (not wanted[digest] or source._predicted(digest)):
-                    self.add(line | {"from": source.folder.name})
+                    self.add({**UNKNOWN, **line, "from": source.folder.name})
+
+    def supersede(self, digest: str, why: str) -> None:
+        """Take back what is known of a job, so that it runs again; its lines stay in the file."""
+        self._append(self.runs, {SUPERSEDED: digest, WHY: why, "date": now(), **self.note})
 
     def add(self, line: Mapping[str, Any], probabilities: Mapping[str, np.ndarray] | None = None) -> bool:
         """A job is finished. Its probabilities are stored first: the line says that everything is there.
@@ -92,14 +107,14 @@ class Store:
         `date` tells runs of the same job apart.
         """
         for store in (self, *self.sources):
-            for line in _lines(store.judged):
-                if (line["digest"], line.get("date")) == (digest, date):
+            for line in reversed(_lines(store.judged)):
+                if (line.get("digest"), line.get("date")) == (digest, date):
                     return line
         return None
 
     def add_figures(self, line: Mapping[str, Any]) -> dict[str, Any]:
         """Append the metrics of a job's probabilities."""
-        self._append(self.judged, line)
+        self._append(self.judged, {**line, **self.note})
         return dict(_finite(line))
 
     def forget(self, digest: str) -> None:
@@ -114,7 +129,8 @@ class Store:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with FileLock(self.folder / LOCK), open(path, "a+b") as file:
-                if _mend(file, line["digest"]) and once:
+                present = _mend(file)
+                if once and latest(present).get(line["digest"]) is not None:
                     return False
                 if first is not None:
                     first()
@@ -126,7 +142,7 @@ class Store:
             raise ArtifactError(f"cannot write {path}: {error.strerror}; free some space and go on") from None
 
     def _predicted(self, digest: str) -> bool:
-        return self._arrays(digest).exists() or any(line["digest"] == digest for line in _lines(self.judged))
+        return self._arrays(digest).exists() or any(line.get("digest") == digest for line in _lines(self.judged))
 
     def probabilities(self, digest: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """(n, B, C) float64 probabilities by version of the test set, each summing to 1, and labels (B,)."""
@@ -134,8 +150,7 @@ class Store:
         path = next((path for path in held if path.exists()), None)
         if path is None:
             where = f"{self.judged} holds no figures of that run either"
-            way = f"remove its line from {RUNS}, and it runs again"
-            raise ArtifactError(f"{held[0]} is missing, and {where}: {way}")
+            raise ArtifactError(f"{held[0]} is missing, and {where}: {_way(digest)}")
         with files.open_plain(path) as file:
             try:
                 stored = unpack(file)
@@ -144,8 +159,7 @@ class Store:
                 if not labelled or any(value.shape[1] != len(labels) for value in labelled):
                     raise ValueError("no probabilities for the labels")
             except Exception as error:  # a damaged archive can raise almost anything
-                way = f"remove its job's line from {RUNS}, and it runs again"
-                raise ArtifactError(f"{path} is damaged ({error}): {way}") from None
+                raise ArtifactError(f"{path} is damaged ({error}): {_way(digest)}") from None
         wide = {name: value.astype(np.float64) for name, value in stored.items()}
         return {name: value / value.sum(-1, keepdims=True) for name, value in wide.items()}, labels.copy()
 
@@ -153,8 +167,23 @@ class Store:
         return self.folder / PROBABILITIES / f"{digest}.npz"
 
 
+def latest(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any] | None]:
+    """Lines in the order of a file -> the one that counts of each digest, in that order; None after a mark."""
+    found: dict[str, dict[str, Any] | None] = {}
+    for line in lines:
+        marked = line.get(SUPERSEDED)
+        found.pop(marked or line["digest"], None)
+        found[marked or line["digest"]] = None if marked else line
+    return found
+
+
+def _way(digest: str) -> str:
+    mark = json.dumps({SUPERSEDED: digest, WHY: "its predictions are lost"})
+    return f"append the line {mark} to {RUNS}, and its job runs again"
+
+
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file; a torn last line is none."""
+    """The lines of a file, marks included; a torn last line is none."""
     if not path.exists():
         return []
     found = []
@@ -237,10 +266,13 @@ def _parse(text: bytes) -> dict[str, Any] | None:
         line = files.parse_json(text, RUNS)
     except ArtifactError:
         return None
-    if not isinstance(line, dict) or not isinstance(line.get("digest"), str) or type(line.get("seed")) is not int:
+    if not isinstance(line, dict) or not _printable(line):
         return None
-    fits = DIGEST.fullmatch(line["digest"]) and -(2**63) <= line["seed"] < 2**63
-    return line if fits and _printable(line) else None
+    mark, why, digest, seed = (line.get(name) for name in (SUPERSEDED, WHY, "digest", "seed"))
+    if mark is not None:
+        return line if isinstance(mark, str) and isinstance(why, str) and DIGEST.fullmatch(mark) else None
+    fits = isinstance(digest, str) and DIGEST.fullmatch(digest) and type(seed) is int and -(2**63) <= seed < 2**63
+    return line if fits else None
 
 
 def _printable(value: Any) -> bool:
@@ -259,8 +291,8 @@ def _finite(value: Any) -> Any:
     return [_finite(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
-def _mend(file: BinaryIO, digest: str) -> bool:
-    """Make the file end at the end of a line; returns whether `digest` is already in it."""
+def _mend(file: BinaryIO) -> list[dict[str, Any]]:
+    """Make the file end at the end of a line; returns its lines."""
     file.seek(0)
     content = file.read()
     last = content[content.rfind(b"\n") + 1 :]
@@ -269,4 +301,4 @@ def _mend(file: BinaryIO, digest: str) -> bool:
     elif last:
         file.write(b"\n")
         file.flush()
-    return any((line := _parse(text)) is not None and line["digest"] == digest for text in content.split(b"\n"))
+    return [line for text in content.split(b"\n") if (line := _parse(text)) is not None]

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from dllp import __version__
-from dllp.data import load
 from dllp.data.unreadable import SkippedImage
 from dllp.devices.device import find_device
 from dllp.errors import DllpError, WorkerError
+from paper.coloured_digits import load_data
 from paper.jobs import Job, Outcome, Runner
 
 
@@ -56,10 +56,10 @@ class Settings:
     """Settings of a worker: small, and pickled with it.
 
     Args:
-        data, root: As for :func:`dllp.data.load`.
+        data, root: As for :func:`paper.coloured_digits.load_data`.
         device, precision, recompute: As in :class:`dllp.Config`.
         threads: Of the processor, for this worker.
-        loading: Further arguments for :func:`dllp.data.load`.
+        loading: Further arguments for it.
         everywhere: As for :class:`paper.jobs.Splits`.
         seen: Data of finished runs.
         reported: Images that are left out, as the launcher has reported.
@@ -120,7 +120,7 @@ class Worker:
             raise WorkerError(f"it has dllp {__version__}, not {own.version}: install the same version everywhere")
         torch.set_num_threads(own.threads)
         machine: dict[str, Any] = {"device": str(find_device(own.device)), "precision": own.precision}
-        data = load(own.data, root=own.root, report=None if own.quiet else self._report, **own.loading)
+        data = load_data(own.data, root=own.root, report=None if own.quiet else self._report, **own.loading)
         runner = Runner(data, everywhere=own.everywhere, **machine, recompute=own.recompute)
         runner.splits.check(own.seen)
         return runner

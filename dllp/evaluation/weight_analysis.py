@@ -80,14 +80,33 @@ def study(parts: Mapping[str, Mapping[str, Array]], reference: Mapping[str, Arra
     known = [reference[name] for name in parts if name in reference]
     everything = {**parts, WHOLE: pooled}
     references = {**reference, WHOLE: weight_laws.pooled(known)}
-    shapes, densities = {}, {}
+    shapes: dict[str, Any] = {}
+    densities = {}
     for name, layer in everything.items():
         widths = [float(layer[part].std()) for part in ("before", "kept") if len(layer[part])]
         limit = LIMIT * (max(widths, default=0.0) or 1.0)
         found = {part: weight_laws.describe(layer[part], references.get(name)) for part in PARTS}
         shapes[name] = {part: None if shape is None else asdict(shape) for part, shape in found.items()}
         densities[name] = {"limit": limit} | {part: weight_laws.density(layer[part], limit) for part in PARTS}
-    return {WHOLE: shapes.pop(WHOLE), "layers": shapes, "densities": densities}
+    whole = shapes.pop(WHOLE)
+    return {WHOLE: whole, "layers": shapes, "tail": tails(shapes), "densities": densities}
+
+
+def tails(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Layer -> part -> statistics -> the Pareto index k of each layer's kept weights beside h / std of equation 8.
+
+    None where no layer has a fit.
+    """
+    found = {
+        name: (parts["kept"]["fits"]["pareto"]["parameters"]["k"], parts["before"]["std"])
+        for name, parts in layers.items()
+        if parts["kept"] and "pareto" in parts["kept"]["fits"]
+    }
+    if not found:
+        return None
+    h, predicted = weight_laws.pareto_relation(*zip(*found.values(), strict=True))
+    rows = zip(found.items(), predicted.tolist(), strict=True)
+    return {"h": h, "layers": {name: {"k": k, "std": std, "predicted": value} for (name, (k, std)), value in rows}}
 
 
 # ---- as text
@@ -121,7 +140,21 @@ def text(report: Mapping[str, Any]) -> str:
         f"whole: layers standardised, then pooled. Parts of fewer than {weight_laws.FEWEST} weights, or of equal "
         "ones, have no row.",
     )
-    return "\n".join([*lines, "", *(textwrap.fill(note, WIDTH) for note in notes)])
+    return "\n".join(
+        [*lines, "", *_tail_text(tails(report["layers"])), *(textwrap.fill(note, WIDTH) for note in notes)]
+    )
+
+
+def _tail_text(tail: Mapping[str, Any] | None) -> list[str]:
+    if tail is None:
+        return []
+    head = (
+        f"Pareto tail of the kept weights, equation 8: k as fitted, then h / std of the layer's weights before pruning "
+        f"with one h = {tail['h']:.3g} for all layers, which the paper predicts."
+    )
+    width = max(map(len, tail["layers"]))
+    rows = [f" {name:<{width}}  {row['k']:8.3g}  {row['predicted']:8.3g}" for name, row in tail["layers"].items()]
+    return [textwrap.fill(head, WIDTH), *rows, ""]
 
 
 def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:

@@ -161,6 +161,17 @@ def pareto(magnitudes: ArrayLike) -> Fit:
     return Fit({"k": k, "threshold": threshold}, log_likelihood, _ks(x, lambda v: 1 - (threshold / v) ** k))
 
 
+def pareto_relation(indices: ArrayLike, sigmas: ArrayLike) -> tuple[float, Array]:
+    """(L,), (L,) -> h of equation 8's k = h / sigma, one for all layers, and the (L,) indices k that it predicts.
+
+    The paper leaves h open. Here it fits log k of all layers by least squares: the level is right by construction, and
+    what is put to the test is that k goes with 1 / sigma, the deviation before pruning.
+    """
+    k, sigma = _flat(indices), _flat(sigmas)
+    h = math.exp(float(np.log(k * sigma).mean()))
+    return h, h / sigma
+
+
 def generalised_pareto(magnitudes: ArrayLike) -> Fit:
     """(m,) positive -> the generalised Pareto law of what exceeds the least: shape 0 is exponential, below 0 it ends.
 

@@ -92,6 +92,13 @@ def test_a_hard_cut_is_told_from_a_gaussian() -> None:
     assert whole["kept"]["near_zero"] == 0 and whole["kept"]["dip_p"] == 0
     assert whole["kept"]["wasserstein"] > 10 * whole["before"]["wasserstein"]
     assert report["layers"]["a"]["kept"]["count"] == 4000
+    tail = report["tail"]
+    k = {name: report["layers"][name]["kept"]["fits"]["pareto"]["parameters"]["k"] for name in parts}
+    assert {name: row["k"] for name, row in tail["layers"].items()} == k
+    for name, row in tail["layers"].items():
+        assert row["predicted"] == pytest.approx(tail["h"] / parts[name]["before"].std())
+    assert k["a"] == pytest.approx(k["b"], rel=0.05), "cut at the same quantile: the index knows no scale"
+    assert tail["layers"]["a"]["predicted"] > 100 * tail["layers"]["b"]["predicted"]
     densities = report["densities"]["b"]
     assert densities["limit"] == pytest.approx(4 * parts["b"]["kept"].std()), "the wider of both parts"
     assert densities["kept"][50] == 0 < densities["removed"][50], "the bin at zero lost everything"
@@ -99,6 +106,8 @@ def test_a_hard_cut_is_told_from_a_gaussian() -> None:
     lines = weight_analysis.text({**report, "reference": "dense"}).splitlines()
     assert lines[0].split()[:3] == ["weights", "std", "near"] and lines[2] == "whole" and lines[3].startswith(" before")
     assert lines[-1].endswith("have no row.") and len(lines) > 20 and max(map(len, lines)) <= 80
+    (row,) = (line for line in lines if line.startswith(" a "))
+    assert row.split() == ["a", f"{k['a']:.3g}", f"{tail['layers']['a']['predicted']:.3g}"]
 
 
 def test_densities_hold_all_but_the_tails_of_what_a_spike_hides() -> None:

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import scipy.integrate
 import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,7 +65,7 @@ def test_wasserstein_of_known_laws() -> None:
     # standardised two points at +-1 against N(0, 1): the mean of | |z| - 1 |, by quadrature
     points = np.tile([-1.0, 1.0], 5000)
     z = np.linspace(-8, 8, 400_001)
-    expected = np.trapezoid(np.abs(np.abs(z) - 1) * scipy.stats.norm.pdf(z), z)
+    expected = scipy.integrate.trapezoid(np.abs(np.abs(z) - 1) * scipy.stats.norm.pdf(z), z)
     assert weight_laws.wasserstein(points, GAUSSIAN) == pytest.approx(expected, abs=0.01)
     assert weight_laws.wasserstein(3 * GAUSSIAN, GAUSSIAN) == pytest.approx(0, abs=1e-12), "scale is no shape"
 
@@ -116,6 +117,24 @@ def test_pareto_is_its_closed_form() -> None:
     assert found.parameters["k"] == pytest.approx(4 / (math.log(2) * (1 + 2 + 3)))
     law = scipy.stats.pareto(found.parameters["k"], scale=1.0)
     assert found.log_likelihood == pytest.approx(float(law.logpdf(x).mean()))
+
+
+def test_one_h_predicts_the_index_of_every_layer() -> None:
+    sigmas = np.array([0.4, 0.1, 0.02])
+    h, predicted = weight_laws.pareto_relation(0.3 / sigmas, sigmas)
+    assert h == pytest.approx(0.3) and predicted == pytest.approx(0.3 / sigmas), "where the relation holds"
+    random = np.random.default_rng(0)
+    cut = [w[w > 0.05] for w in (np.abs(sigma * random.normal(size=200_000)) for sigma in sigmas)]
+    fitted = np.array([weight_laws.pareto(w).parameters["k"] for w in cut])
+    # E log(|z| / t) beyond t is the integral of P(|z| > u) / u over it: k depends on the threshold over sigma
+    exact = []
+    for t in 0.05 / sigmas:
+        u = np.linspace(t, t + 12, 200_001)
+        exact.append(float(scipy.stats.norm.sf(t) / scipy.integrate.trapezoid(scipy.stats.norm.sf(u) / u, u)))
+    assert fitted == pytest.approx(exact, rel=0.02)
+    h, predicted = weight_laws.pareto_relation(fitted, sigmas)
+    assert np.log(predicted / fitted).mean() == pytest.approx(0, abs=1e-12)
+    assert predicted[0] < 0.95 * fitted[0], "a Gaussian's tails do not follow 1 / sigma"
 
 
 @given(xi=st.floats(-0.45, 8.0), sigma=st.floats(1e-7, 1e7), seed=st.integers(0, 99))

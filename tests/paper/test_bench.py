@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from dllp.errors import StructureError
 from dllp.evaluation import metrics
 from paper import tables
 from paper.jobs import Job, Runner
+from paper.provenance import source
 from paper.store import Store
 from paper.tables import Quoted, Row, Table
 from tests.support.commands import ENVIRONMENT, UNTRACED, one_line
@@ -76,7 +78,9 @@ def test_every_job_has_its_line_and_its_files(results: Path, table: Table) -> No
     for (name, _), found in lines.items():
         count = 2 if name.startswith("dllp") else 1
         assert len(found["particles"]) == len(found["macs"]) == len(found["flops_removed"]) == count
-        assert found["command"] == f"dllp bench tiny --out {results} --device cpu --quiet" and found["processes"] == 1
+        assert found["command"] == f"dllp bench tiny --out {results.name} --device cpu --quiet"
+        assert found["processes"] == 1 and found["deterministic"] is True and found["threads"] == 1
+        assert {name: found[name] for name in ("commit", "dirty")} == source()
         assert found["config"]["precision"] == "float32" and found["evaluated_on"] == "test"
         if name not in ("dense", "dllp-weight"):
             assert min(found["flops_removed"]) >= 1 - KEEP, name
@@ -124,6 +128,28 @@ def test_finished_jobs_are_never_run_again(
     listed = capsys.readouterr().out.splitlines()
     assert len(listed) == 13 and listed[-1] == "6 of 12 jobs are finished"
     assert sum(entry.startswith("done") for entry in listed) == 6
+
+
+def test_finished_jobs_run_again_for_a_reason(
+    results: Path, table: Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(results, tmp_path, dirs_exist_ok=True)
+    store = Store(tmp_path / "tiny")
+    before, first = store.runs.read_bytes(), {found["digest"]: found for found in store.lines()}
+    words = ["bench", "tiny", "--out", str(tmp_path), "--device", "cpu", "--rows", "thin", "--quiet"]
+    assert main([*words, "--again", "its layers were rounded", "--set", "lr=x"]) == 2
+    assert main([*words, "--again", "its layers were rounded", "--summary-only"]) == 0
+    assert store.runs.read_bytes() == before, "nothing is marked that does not run"
+    assert main([*words, "--again", "its layers were rounded"]) == 0
+    content = store.runs.read_bytes()
+    assert content.startswith(before)
+    mark, again = map(json.loads, content[len(before) :].splitlines())
+    assert (mark["superseded"], mark["why"]) == (again["digest"], "its layers were rounded")
+    assert {"commit", "dirty", "command", "python", "torch", "dllp"} <= mark.keys()
+    assert "--again 'its layers were rounded'" in again["command"]
+    latest = {found["digest"]: found for found in store.lines()}
+    assert latest.keys() == first.keys() and latest[again["digest"]] == again
+    assert again["particles"] == first[again["digest"]]["particles"], "deterministic, and the same code"
 
 
 def test_runs_that_depart_never_enter_the_table(

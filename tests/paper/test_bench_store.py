@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,56 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     store.runs.write_bytes(b'{"digest": "a", "seed": 0, "hardware": ["\\u001b[2J"]}\n')
     with pytest.raises(ArtifactError, match="line 1 is damaged"):  # a terminal would obey it
         store.lines()
+
+
+def test_the_latest_line_that_is_not_superseded_counts(tmp_path: Path) -> None:
+    store = Store(tmp_path, note={"command": "by hand", "commit": None})
+    for name in "ab":
+        store.add(line(name, value=1))
+    first = store.runs.read_bytes()
+    assert store.add(line("a", value=2)) is False, "finished jobs have one line"
+    store.supersede("a", "a mistake")
+    assert store.digests() == {"b"}, "unfinished again"
+    assert store.add(line("a", value=3)) is True and store.add(line("a", value=4)) is False
+    assert [(found["digest"], found["value"]) for found in store.lines()] == [("b", 1), ("a", 3)]
+    assert store.runs.read_bytes().startswith(first), "nothing is edited"
+    *_, mark, _ = map(json.loads, store.runs.read_text().splitlines())
+    assert (mark["superseded"], mark["why"], mark["command"]) == ("a", "a mistake", "by hand") and mark["date"]
+    with store.runs.open("a") as file:  # as two folders' lines put together
+        file.write(json.dumps(line("b", value=5)) + "\n")
+    assert [(found["digest"], found["value"]) for found in store.lines()] == [("a", 3), ("b", 5)]
+
+
+@pytest.mark.parametrize(
+    "mark", [{"superseded": "a"}, {"superseded": "a/b", "why": "x"}, {"superseded": 1, "why": "x"}]
+)
+def test_a_mark_names_a_digest_and_a_reason(mark: dict[str, Any], tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.runs.write_text(json.dumps(mark) + "\n")
+    with pytest.raises(ArtifactError, match="line 1 is damaged"):
+        store.lines()
+
+
+def test_what_is_superseded_here_is_not_taken_over_again(tmp_path: Path) -> None:
+    source = Store(tmp_path / "table1")
+    store = Store(tmp_path / "reliability", [source])
+    for name in "ab":
+        source.add(line(name))
+    store.adopt({"a": False})
+    assert store.lines() == [line("a") | {"commit": None, "dirty": None, "deterministic": None, "from": "table1"}]
+    store.supersede("a", "run it here")
+    assert store.adoptable() == {"b"}
+    store.adopt({"a": False, "b": False})
+    assert store.digests() == {"b"}
+
+
+def test_the_latest_metrics_of_a_run_count_and_carry_the_note(tmp_path: Path) -> None:
+    store = Store(tmp_path, note={"commit": "44b9c42"})
+    for value in (1.0, 2.0):
+        store.add_figures(line("a", date="today", alone=value))
+    found = store.figures("a", "today")
+    assert found is not None and (found["alone"], found["commit"]) == (2.0, "44b9c42")
+    assert store.figures("a", "yesterday") is None
 
 
 def test_many_writers(tmp_path: Path) -> None:

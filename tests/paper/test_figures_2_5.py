@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
 
 from dllp.data import load
 from dllp.evaluation import weight_analysis
@@ -68,7 +69,11 @@ def test_both_figures_from_one_set_of_runs(tmp_path: Path, capsys: pytest.Captur
     assert found["rows"]["dllp-90"]["removed"] == pytest.approx(0.9, abs=0.01)
     assert set(found["rows"]["dllp-90"]["reached"]) == {"near_zero", "dip_p", "ks"}
     text = (tmp_path / "figure2" / "table.md").read_text()
-    assert text.count("\n| ") == 6 and "dip_p" in text and text in capsys.readouterr().out
+    assert text.count("\n| ") == 6 + 5 and "dip_p" in text and text in capsys.readouterr().out
+    tail = found["rows"]["l2-90"]["tail"]["layers"]
+    assert set(tail) == {"conv1", "conv2", "conv3"} and "tail" not in found["rows"]["reference"]
+    cells = " | ".join(f"{layer['k']:.2g} / {layer['predicted']:.2g}" for layer in tail.values())
+    assert f" | {cells} |\n" in text
     picture = (tmp_path / "figure2" / "picture.svg").read_text()
     assert picture.lstrip().startswith("<?xml") and "dllp-90" in picture
     again = json.loads((tmp_path / "figure5" / "summary.json").read_text())
@@ -80,6 +85,8 @@ def test_both_figures_from_one_set_of_runs(tmp_path: Path, capsys: pytest.Captur
         assert "reached" not in row, "what is wanted is wanted of what is kept"
     layers = (tmp_path / "figure5" / "table.md").read_text()
     assert "Wanted" in text and "Wanted" not in layers
+    assert "Magnitudes of l1-90 by layer" in layers and "Magnitudes of" not in text
+    assert "; dllp is one run, 1 of 1 epochs train the cut network." in text
     assert "wasserstein" in text and "wasserstein" not in layers and "removed later" in layers
     lines = Store(tmp_path / "figure5").lines()
     assert [line["from"] for line in lines] == ["figure2", "figure2"], "the same runs, not trained again"
@@ -93,6 +100,22 @@ def line_of(kept: np.ndarray, digest: str = "d") -> dict[str, Any]:
         "digest": digest, "seed": 0, "params": [10], "dense_params": 100, "particles": [{"accuracy": 0.5}],
         "distribution": {**weight_analysis.study(parts, {}), "sample": weight_laws.pooled([kept])[:5000].tolist()},
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("law", "least"), [("laplace", 0.0), ("normal", 0.04)])
+def test_laplace_weights_are_told_from_others(law: str, least: float) -> None:
+    weights = getattr(np.random.default_rng(0), law)(size=50_000)
+    shape = weight_laws.describe(weights)
+    assert shape is not None
+    found = figures_2_5.laplace(asdict(shape))
+    exact = min(
+        scipy.stats.kstest(np.abs(weights), scipy.stats.expon(scale=scale).cdf).statistic
+        for scale in np.geomspace(0.3, 3, 60) * np.abs(weights).mean()
+    )
+    assert found["laplace_ks"] <= exact + 1e-4 <= found["laplace_ks"] + 2 * found["amoroso_ks"] + 0.01, "a bound"
+    assert found["laplace_ks"] >= least and (found["laplace_ks"] > found["amoroso_ks"]) == (law == "normal")
+    if law == "laplace":
+        assert (found["alpha"], found["power"]) == pytest.approx((1, 1), abs=0.05)
 
 
 def test_verdicts_tell_a_gaussian_from_what_is_peaked_or_cut() -> None:

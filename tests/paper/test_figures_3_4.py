@@ -96,7 +96,23 @@ def test_figure_4_adds_the_prior_to_the_likelihood(tmp_path: Path) -> None:
         gaussian = CLASSES * (math.log(d) - 0.5 * math.log(2 * math.pi)) - CLASSES / 2
         assert likelihood["seeds"]["0"][i] == pytest.approx(gaussian, abs=0.02), "but for the mean of logs"
     assert likelihood["mean"][1] == max(likelihood["mean"]), "clean data fit best"
+    assert "(4.0000, 4.0000 for seeds 0, 1)" in summary["panels"][1]["verdict"]
     assert all(value > 0 for value in epistemic["mean"])
+
+
+@pytest.mark.parametrize(
+    ("seeds", "order"),
+    [
+        ([[4, 3, 2, 1], [8, 7, 6, 5]], "falls strictly, in the mean and in every seed"),
+        ([[1, 2, 3, 4], [5, 6, 7, 8]], "rises strictly, in the mean and in every seed"),
+        ([[4, 3, 2, 1], [8, 8, 6, 5]], "has no order that every seed keeps"),
+    ],
+)
+def test_the_order_over_the_blur_is_told(seeds: list[list[float]], order: str) -> None:
+    by_seed = {str(seed): [9.0, 9.0, *values] for seed, values in enumerate(seeds)}
+    mean = np.mean(list(by_seed.values()), axis=0).tolist()
+    text = figures_3_4._blur_verdict({"mean": mean, "seeds": by_seed})
+    assert text == f"From gaussian-blur:1 to 5 (d) {order}: {mean[2]:.4f} to {mean[-1]:.4f} in the mean."
 
 
 def test_orders_that_break() -> None:
@@ -129,8 +145,27 @@ def test_reliability_on_made_up_predictions(tmp_path: Path, monkeypatch: pytest.
     assert pair["networks"] == 2 and pair["data"]["clean"]["nll"]["std"] is None, "two runs are one pair"
     assert {aim["figure"]: aim["reached"] for aim in resnet["wanted"]}["nll"] in (True, False)
     assert len(resnet["wanted"]) == 5
+    assert resnet["efficiency"]["verdict"] == "not improved" and summary["contests"][1:] == []
     text = (store.folder / "table.md").read_text()
     assert "`dllp bench reliability --rows resnet56-dense`" in text and "AUROC" in text and "gaussian-blur:5" in text
+    assert "Estimation efficiency of two particles against two dense networks: " in text
+
+
+@pytest.mark.parametrize(("ours", "verdict"), [(0.80, "improved"), (0.781, "not improved"), (0.70, "not improved")])
+def test_efficiency_is_compared_with_that_of_two_dense_networks(ours: float, verdict: str) -> None:
+    def row(how: str, networks: int, mean: float, std: float | None) -> dict[str, Any]:
+        data = {"clean": {"efficiency": {"mean": mean, "std": std}}}
+        return {"how": how, "networks": networks, "data": data, "seeds": [0, 1, 2, 3]}
+
+    rows = [row("alone", 1, 0, 0), row("pairs", 2, 0.78, 0.006), row("together", 2, ours, 0.008)]
+    found = reliability._efficiency([*rows, row("together", 4, 0.9, 0.01)])
+    assert found is not None and found["verdict"] == verdict
+    assert found["difference"] == pytest.approx(ours - 0.78) and found["standard_error"] == pytest.approx(0.005)
+    assert reliability._efficiency(rows[1:2]) is None
+    one = reliability._efficiency([rows[1], row("together", 2, 0.9, None)])
+    assert one is not None and (one["standard_error"], one["verdict"]) == (None, "not improved"), (
+        "one run shows nothing"
+    )
 
 
 def test_ensembles_of_two_use_every_dense_network_twice(tmp_path: Path) -> None:
@@ -138,7 +173,7 @@ def test_ensembles_of_two_use_every_dense_network_twice(tmp_path: Path) -> None:
     for job in jobs:
         fill(store, job, {"clean": 0.1 * (job.seed + 2)}, 0.0)
     lines = store.lines()
-    sums = [float(versions["clean"].mean(0)[0, 0]) for versions, _ in reliability._pairs(lines, store)]
+    sums = [float(versions["clean"].mean(0)[0, 0]) for versions, _ in reliability.pairs(lines, store)]
     assert sums == pytest.approx([0.75, 0.65, 0.7], abs=1e-3)
 
 
@@ -160,7 +195,7 @@ def test_runs_that_are_not_of_the_bench_are_named(name: str, damage: str, tmp_pa
         kept = {quality: p[:1] for quality, p in kept.items()}
     store.add({key: value for key, value in line(job).items() if key != damage or damage == "particles"},
               {**kept, LABELS: labels})  # fmt: skip
-    with pytest.raises(ArtifactError, match="remove the line"):
+    with pytest.raises(ArtifactError, match="append a line"):
         write_summary(table, store, Variant())
     assert not (store.folder / "summary.json").exists()
 
