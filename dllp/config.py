@@ -312,11 +312,13 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
 
     @classmethod
     def short(cls, **changes: Any) -> Config:
-        """5 to 20 epochs from trained weights: a low lr keeps what they know, and gates move early and fast."""
+        """5 to 60 epochs from trained weights, taught by them: gates move early, and most of the run repairs the cut."""
         preset: dict[str, Any] = dict(
-            epochs=10, init="given", lr=0.02, lr_end=0.0002, warmup=0.5, lr_gates=0.05, open_until=0.02,
-            ramp_until=0.3, discrete_at=0.45,
+            epochs=30, init="given", lr=0.1, lr_end=0.001, warmup=1.0, lr_gates=0.05, open_until=0.02,
+            ramp_until=0.25, discrete_at=0.3, teacher="given",
         )  # fmt: skip
+        if changes.get("granularity") == "weight":
+            preset |= dict(ramp_until=0.3, discrete_at=0.4, lr_gates=0.02, weight_decay=5e-4)
         return cls(**{**preset, **changes})
 
     def as_dict(self) -> dict[str, Any]:

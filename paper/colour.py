@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllp.evaluation.evaluate import classified, separated
+from dllp.evaluation.evaluate import class_uncertainty, classified, separation
 from paper import render
 from paper.coloured_digits import CORRELATED, RANDOM, REVERSED, RULES, mirrored, painting
 from paper.prediction_metrics import Metrics, Versions, probabilities
@@ -82,7 +82,7 @@ def metrics(versions: Versions, labels: Tensor) -> Metrics:
     """(n, B, C) probabilities by version, (B,) -> metrics of their mean on each."""
     found = {name: classified(versions[name], labels) for name in RULES}
     for name in OTHERS:
-        found[name] |= separated(versions[name], versions[CLEAN])
+        found[name] |= separation(class_uncertainty(versions[name]), class_uncertainty(versions[CLEAN]))
         found[name][RELIANCE] = found[CLEAN]["accuracy"] - found[name]["accuracy"]
     answers = versions[REVERSED].mean(0).argmax(1)
     found[REVERSED][BY_COLOUR] = float((answers == mirrored(labels)).double().mean())
