@@ -312,7 +312,7 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
 
     @classmethod
     def short(cls, **changes: Any) -> Config:
-        """5 to 60 epochs from trained weights, taught by them: gates move early, and most of the run repairs the cut."""
+        """5 to 60 epochs from trained weights, taught by them: gates move early, most of the run repairs the cut."""
         preset: dict[str, Any] = dict(
             epochs=30, init="given", lr=0.1, lr_end=0.001, warmup=1.0, lr_gates=0.05, open_until=0.02,
             ramp_until=0.25, discrete_at=0.3, teacher="given",

@@ -21,8 +21,6 @@ THRESHOLD_STEPS = 24
 """Bisections for the threshold of the logits: to 1e-6 of their range."""
 LR_SCALES = 0.01
 """Adam's rate for slab precisions and noise."""
-PriorTerms = tuple[Tensor, Tensor, Tensor, float]
-"""Arguments of equation 10 at each unit: scales (n, U), gate logits (n, U), slab (n, U) and spike precision."""
 
 
 class Latents:
@@ -108,36 +106,32 @@ class Latents:
             low, high = torch.where(fits, low, middle), torch.where(fits, middle, high)
         self.threshold.copy_(low)  # where many logits are equal, as they begin, all of them stay open
 
-    def annealed(self, temperature: Tensor | float, *, soft: bool) -> Tensor:
-        """(n, U): logits of the theta that equation 10 has: those of the gates that the networks run with.
+    def prior_pulls(self, rows: Tensor, z: Tensor, *, soft: bool) -> tuple[Tensor, Tensor]:
+        """(n, P) -> the pull of slab and spike on each unit's coordinates, (n, U) each. Sets the slab's gradient.
 
-        A gate that is open for sure leaves the slab alone. Of medians theta is annealed as they are: with the theta
-        of the logits the spike would draw in weights whose gates are open.
-        """
-        if not soft:
-            return torch.full_like(self.logits, torch.inf)
-        return self.logits if self.config.draw_gates else (self.logits - self.threshold) / temperature
-
-    def prior_pulls(self, rows: Tensor, z: Tensor, annealed: Tensor) -> tuple[Tensor, Tensor, PriorTerms | None]:
-        """(n, P) -> the pull of slab and spike on each unit's coordinates, (n, U) each, and the terms of equation 10.
-
-        Sets the slab's gradient. Other priors have no such terms, and are of the sizes |scale|, which a single
-        coordinate's root mean square is, too.
+        While gates are open for sure there is no spike. Where a gate z is open or shut it says itself which of both a
+        weight belongs to, theta = z in equation 10: open weights of any size, also 0, are under the slab alone.
+        Other priors are of the sizes |scale|, which a single coordinate's root mean square is, too.
         """
         scales = self._gating.scales
         if self.other is not None:
             prior, parameters = self.other
             scores = prior.unit_scores(scales.of(rows), scales.lengths, *parameters)
             pull = self.strength * scales.pulls(rows, scores)
-            return pull, torch.zeros_like(pull), None
-        terms = scales.of(rows), annealed, scales.spread(self.log_slab).exp(), self.spike
+            return pull, torch.zeros_like(pull)
+        logits = self.logits
+        if self.ranked or not soft:
+            logits = torch.where(z > 0.5, torch.inf, -torch.inf)
+        terms = self._prior_terms(rows, logits)
         slab_gradient = scales.module_sums(spike_and_slab.log_slab_score(*terms))
         self.d_slab.copy_(slab_gradient).mul_(-self.config.beta * self.strength)
-        if self.ranked:  # the gate says which component a weight is of
-            slab, spike = z * terms[2].square(), (1 - z) * self.spike**2
-        else:
-            slab, spike = spike_and_slab.precision_parts(*terms)
-        return self.strength * slab / scales.count, self.strength * spike / scales.count, terms
+        slab, spike = spike_and_slab.precision_parts(*terms)
+        return self.strength * slab / scales.count, self.strength * spike / scales.count
+
+    def _prior_terms(self, rows: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
+        """Arguments of equation 10 at each unit: scales (n, U), gate logits (n, U), slab (n, U), spike precision."""
+        scales = self._gating.scales
+        return scales.of(rows), logits, scales.spread(self.log_slab).exp(), self.spike
 
     def shrinkage(self, rows: Tensor) -> Tensor:
         """(P,) bool, where weight decay acts: not on what the prior shrinks until gates are discrete (Section 2)."""
@@ -146,21 +140,26 @@ class Latents:
             decayed[self.gating.scales.coordinates.flatten()] = False
         return decayed
 
-    def gate_gradient(
-        self, z: Tensor, through: Tensor, terms: PriorTerms | None, temperature: Tensor, ramp: Tensor
-    ) -> None:
-        """Set the logits' gradient from the loss's gradient in the sampled gates (n, U), the prior and the budget."""
+    def gate_gradient(self, rows: Tensor, z: Tensor, through: Tensor, temperature: Tensor, ramp: Tensor) -> None:
+        """Set the logits' gradient from the loss's gradient in the gates z (n, U), the prior and the budget.
+
+        Medians have an annealed theta, sigma(logit / temperature), in the prior too; through gates that are open or
+        shut the gradient passes straight, as if they were medians.
+        """
         self.logits.grad = self.d_logits
-        prior = torch.zeros_like(z) if terms is None else spike_and_slab.gate_score(*terms)
-        if self.ranked:
-            z = gates.median(self.logits - self.threshold, temperature)
+        logits, slope = self.logits, 1 / temperature
         if not self.config.draw_gates:
-            prior = prior / temperature  # of the annealed theta
+            logits = (self.logits - self.threshold) / temperature
+            z = logits.sigmoid()
+        prior = torch.zeros_like(z)
+        if self.other is None:
+            prior = spike_and_slab.gate_score(*self._prior_terms(rows, logits))
+            prior = prior if self.config.draw_gates else prior * slope
         energy = self._budget_gradient(temperature, ramp)
-        self.d_logits.copy_(through * z * (1 - z) / temperature - self.config.beta * self.strength * prior + energy)
+        self.d_logits.copy_(through * z * (1 - z) * slope - self.config.beta * self.strength * prior + energy)
         if self.target is not None:
             self.multiplier.add_(self.gap, alpha=budget.DUAL_STEP[self.config.granularity] * self.leverage)
-            if self.ranked:
+            if self.ranked:  # the threshold holds the budget; a negative price would favour what costs most
                 self.multiplier.clamp_(min=0)
 
     def _budget_gradient(self, temperature: Tensor, ramp: Tensor) -> Tensor:
@@ -204,7 +203,8 @@ class Latents:
         values = scales.of(rows).double()
         if self.other is None:
             slab = scales.spread(self.log_slab).exp().double()
-            return spike_and_slab.log_prob(values, self.logits.double(), slab, self.spike).sum(1)
+            logits = (self.logits - self.threshold).double()
+            return spike_and_slab.log_prob(values, logits, slab, self.spike).sum(1)
         prior, parameters = self.other
         values = values.abs()
         parts = values.split(list(scales.lengths), dim=1) if prior.scope == "module" else [values]
