@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,8 +74,10 @@ def prune(
     """Prune a network by `method`; the model itself is left as it was.
 
     Args:
-        config: The dense network's recipe with a budget, `keep_flops` or `keep_params`.
-        finetune_epochs: Epochs after the cut by the dense network's recipe, at `finetune_lr` times the learning rate.
+        config: The dense network's recipe with a budget, `keep_flops` or `keep_params`. With `teacher` = `given` the
+            whole network, trained as the method prescribes, teaches the fine-tuning; that training has no teacher.
+        finetune_epochs: Epochs after the cut by the dense network's recipe, at `finetune_lr` times the learning rate:
+            1 goes back to its peak (learning-rate rewinding).
         filter_fn: As for :func:`dllp.prune`.
         trained: A network trained by this recipe already, for a method that needs no training of its own.
         train: Runs each of the two trainings, for whoever keeps checkpoints of them.
@@ -89,7 +92,7 @@ def prune(
     tuning = None
     if finetune_epochs:
         tuning = replace(plain, epochs=finetune_epochs, lr=finetune_lr * plain.lr, init="given", warmup=0.0)
-    config = method.settings(plain)
+    config = method.settings(replace(plain, teacher="off"))
     batches, example, structure = prepare(model, data, config, filter_fn, channels=config.granularity == "channel")
 
     def scene_of(particles: Particles) -> Scene:
@@ -108,9 +111,12 @@ def prune(
         verb = masked({name: particle.network.get_parameter(name).detach() != 0 for name in particle.gated})
     else:
         verb = widened_to_multiple(particle.reference, structure, before.gates["keep"][0])
+    if tuning.teacher == "given":
+        verb = partial(verb, teacher=trained.model)
     tuned = train(verb, FINETUNED, particle.network, data, tuning)
     after = replace(
         before,
+        config=replace(before.config, teacher=tuning.teacher),
         particles=[replace(particle, network=tuned.model)],
         posterior=tuned.posterior,
         gates={**before.gates, "noise": tuned.gates["noise"]},

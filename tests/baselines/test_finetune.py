@@ -1,14 +1,17 @@
-"""Fine-tuning in widths that a device likes: dead channels change nothing."""
+"""Fine-tuning in widths that a device likes: dead channels change nothing; and with a teacher."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
+from dllp.api import train_dense
 from dllp.baselines import METHODS, find, run
+from dllp.cli.main import main
 from dllp.config import Config
 from dllp.structure.groups import discover
 from dllp.structure.padding import fill
@@ -65,6 +68,52 @@ def test_a_widened_network_computes_the_same_however_channels_are_coupled(name: 
     torch.testing.assert_close(wide(x), small(x), rtol=1e-12, atol=1e-12)
     again = cut(wide, inner).state_dict()
     assert all(torch.equal(again[key], value) for key, value in small.state_dict().items())
+
+
+# ---- a teacher: the whole network, as it was before the cut
+
+
+@pytest.mark.parametrize("name", ["l1-filters", "magnitude-l2"])
+def test_a_taught_network_follows_its_teacher(name: str) -> None:
+    """The trained network answers 7 whatever it sees; whoever learns from labels leaves that, its pupil does not."""
+    data, config = DIGITS.train.subset(range(256)), replace(SHORT, init="given")
+    trained = train_dense(small_cnn(10, in_channels=1), data, replace(config, particles=1, keep_flops=None))
+    head = next(m for m in trained.model.modules() if isinstance(m, torch.nn.Linear))
+    with torch.no_grad():
+        head.weight.zero_()
+        head.bias.copy_(3.0 * (torch.arange(10) == 7))
+    constant = head.bias.detach().softmax(0)
+
+    def tuned(**teacher: object) -> run.Pruned:
+        taught = replace(config, **teacher)  # pyright: ignore[reportArgumentType]
+        return run.prune(find(name), trained.model, data, taught, finetune_epochs=4, trained=trained)
+
+    x = DIGITS.test.inputs(slice(0, 64))
+    alone, taught = tuned(), tuned(teacher="given", teacher_weight=0.999)
+    far, near = ((p.result.posterior.predict(x).mean - constant).abs().max() for p in (alone, taught))
+    assert near < 0.02 < 0.2 < far
+    assert (taught.before.config.teacher, taught.result.config.teacher) == ("off", "given")
+
+
+def test_the_training_before_the_cut_has_no_teacher() -> None:
+    data, teachers = DIGITS.train.subset(range(64)), []
+
+    def watched(verb, stage, model, data, config):
+        return verb(model, data, config, on_start=lambda state: teachers.append((stage, state.teacher)))
+
+    taught = replace(SHORT, teacher="given")
+    pruned = run.prune(find("slimming"), small_cnn(10, in_channels=1), data, taught, finetune_epochs=1, train=watched)
+    (first, nobody), (second, teacher) = teachers
+    assert (first, nobody, second) == (run.TRAINED, None, run.FINETUNED)
+    whole = pruned.before.reference.state_dict()
+    assert all(torch.equal(value.cpu(), whole[key]) for key, value in teacher.network.state_dict().items())
+
+
+def test_the_command_takes_a_teacher(tmp_path: Path) -> None:
+    words = ["--method", "l1-filters", "--keep-flops", "0.5", "--epochs", "1", "--finetune-epochs", "1", "--quiet"]
+    out = tmp_path / "run"
+    assert main(["prune", *words, "--teacher", "given", "--device", "cpu", "--out", str(out)]) == 0
+    assert '"teacher": "given"' in (out / "run.json").read_text()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
