@@ -19,7 +19,7 @@ from dllp import zoo
 from dllp.api import Result, prune, train_dense
 from dllp.baselines import find as find_baseline
 from dllp.baselines import run as baseline
-from dllp.baselines.run import FINETUNE_LR
+from dllp.baselines.run import FINETUNE_LR, masked
 from dllp.config import Config, Machine
 from dllp.data import ArrayData, Dataset, StreamedData, holdout, load, ood, stratified
 from dllp.data.arrays import Augment
@@ -29,13 +29,16 @@ from dllp.errors import ArtifactError
 from dllp.evaluation import metrics, weight_analysis
 from dllp.method import weight_laws
 from dllp.posterior import Posterior, predict_data
-from dllp.records import EpochRecord, Size
+from dllp.records import EpochRecord, ExtractedParticle, Size
 from dllp.structure.groups import Structure, discover
 from dllp.structure.select import select
 from dllp.structure.slicing import cut
 from dllp.structure.slicing import recipe as kept_channels
+from dllp.training.extract import costs, extract
+from dllp.training.gating import WeightGating
+from dllp.training.particles import Particles
 from dllp.training.state import RunState
-from paper import coloured_digits
+from paper import coloured_digits, masks
 from paper.provenance import source
 from paper.store import CLEAN, OUTSIDE
 
@@ -88,12 +91,15 @@ def short(granularity: str, **changes: Any) -> Config:
 
 # ---- jobs
 
-Method = Literal["dense", "dllp", "thin", "magnitude", "random", "baseline"]
+Method = Literal["dense", "dllp", "thin", "magnitude", "random", "baseline", "masked"]
+BUDGETED = ("dllp", "baseline", "masked")
 DERIVED = ("magnitude", "random")
 """Methods that cut the dense network of the same seed and train nothing themselves."""
 OnEpoch = Callable[[EpochRecord], None]
 OnStep = Callable[[RunState], None]
 FLOPS_OF = {"dense": "the dense network", "channel": "the extracted network", "weight": "its non-zero weights"}
+OTHER_WEIGHTS = 1000
+"""Added to a seed where weights must not be those that the same seed gives elsewhere."""
 MACHINE = {f.name for f in fields(Machine)}
 LATER: dict[str, Any] = {"prior": "spike_and_slab", "prior_scale": 0.05, "polarization": 1.2, "noise": "constant",
                          "sync_batch_norm": False, "accumulate": 1, "draw_gates": True,
@@ -116,6 +122,7 @@ class Job:
         without: Classes that are left out of training and test, and kept as out-of-distribution inputs.
         baseline: With the method `baseline`: one of :data:`dllp.baselines.METHODS`.
         finetune: Epochs after the cut of a baseline, at `finetune_lr` times the learning rate.
+        mask: With the method `masked`: the weights that are trained, from the first step on.
         changes: Differences from the network's recipe.
     """
 
@@ -133,27 +140,32 @@ class Job:
     baseline: str = ""
     finetune: int = 0
     finetune_lr: float = FINETUNE_LR
+    mask: masks.Mask | None = None
     changes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def config(self) -> Config:
         """The network's recipe with the job's own settings."""
-        own: dict[str, Any] = {"keep_flops": self.keep} if self.method in ("dllp", "baseline") else {}
+        own: dict[str, Any] = {"keep_flops": self.keep} if self.method in BUDGETED else {}
         own |= {} if self.method == "dllp" else {"particles": 1}
+        if self.method == "masked":  # plain training, without the prior that DLLP's weights are under
+            own["weight_decay"] = recipe(self.network, "channel").resolved().weight_decay
         own |= {"epochs": self.epochs - self.pretrain, "seed": self.seed, **self.changes}
         return short(self.granularity, **own) if self.pretrain else recipe(self.network, self.granularity, **own)
 
     @property
     def derived(self) -> bool:
         """True where it starts from the dense network of the same seed."""
-        return self.method in DERIVED or (self.method == "baseline" and not find_baseline(self.baseline).trains)
+        baseline = self.method == "baseline" and not find_baseline(self.baseline).trains
+        return self.method in DERIVED or baseline or self.pretrain > 0
 
     @property
     def dense(self) -> Job:
-        """The dense network to start from, or to compare with."""
+        """The dense network to start from, or to compare with; nobody teaches it."""
+        changes = {name: value for name, value in self.changes.items() if not name.startswith("teacher")}
         return replace(
             self, method="dense", granularity="channel", keep=1.0, epochs=self.pretrain or self.epochs, pretrain=0,
-            baseline="", finetune=0, finetune_lr=FINETUNE_LR, changes={} if self.pretrain else self.changes,
+            baseline="", finetune=0, finetune_lr=FINETUNE_LR, mask=None, changes={} if self.pretrain else changes,
         )  # fmt: skip
 
     @property
@@ -296,7 +308,7 @@ class Runner:
         device = find_device(config.device)
         train, versions = self.splits.of(job)
         test = versions[CLEAN]
-        trained = getattr(self, f"_{job.method}")(job, train, config)
+        trained = getattr(self, f"_{job.method}")(job, replace(self.data, train=train, test=test), config)
         probabilities = {
             name: predict_data(trained.posterior, version, device).members for name, version in versions.items()
         }
@@ -341,52 +353,79 @@ class Runner:
 
     # ---- methods
 
-    def _dllp(self, job: Job, train: Split, config: Config) -> Trained:
-        first = self._trained_dense(job, train) if job.pretrain else None
-        result = prune(first.model if first else self._network(job), train, config, **self.watch)
+    def _dllp(self, job: Job, data: Dataset, config: Config) -> Trained:
+        first = self._trained_dense(job, data) if job.pretrain else None
+        result = prune(first.model if first else self._network(job), data, config, validation=data, **self.watch)
         seconds = spent(result) + (spent(first) if first else 0)
         detail = {"widths": result.widths, "history": brief(result.history), "noise": result.gates["noise"].tolist()}
-        detail |= {name: result.info[name] for name in ("log_prior", "num_data")}
+        detail |= {name: result.info[name] for name in ("log_prior", "num_data", "moments")}
         return Trained(result.posterior, result.sizes, result.dense, seconds, detail | weights(job, result))
 
-    def _baseline(self, job: Job, train: Split, config: Config) -> Trained:
+    def _baseline(self, job: Job, data: Dataset, config: Config) -> Trained:
         """Another method by the dense network's recipe, then its fine-tuning."""
         config = replace(config, weight_decay=job.dense.config.resolved().weight_decay)  # not that of DLLP's weights
-
         pruned = baseline.prune(
-            find_baseline(job.baseline), self._network(job), train, config, finetune_epochs=job.finetune,
-            finetune_lr=job.finetune_lr, trained=self._trained_dense(job, train) if job.derived else None,
+            find_baseline(job.baseline), self._network(job), data, config, finetune_epochs=job.finetune,
+            finetune_lr=job.finetune_lr, trained=self._trained_dense(job, data) if job.derived else None,
             train=lambda verb, stage, model, data, config: verb(model, data, config, **self.watch),
         )  # fmt: skip
         result = pruned.result
         detail = {"widths": result.widths, "history": brief(result.history), **weights(job, pruned.before)}
+        detail |= moments(job, pruned.before, result)
         first = pruned.before.posterior if pruned.after else None
         return Trained(result.posterior, result.sizes, result.dense, spent(result), detail, first)
 
-    def _dense(self, job: Job, train: Split, config: Config) -> Trained:
-        result = train_dense(self._network(job), train, config, **self.watch)
+    def _dense(self, job: Job, data: Dataset, config: Config) -> Trained:
+        result = train_dense(self._network(job), data, config, **self.watch)
         self.dense_networks[job.digest] = copy.deepcopy(result)
         detail = {"history": brief(result.history)} | weights(job, result)
         return Trained(result.posterior, result.sizes, result.dense, spent(result), detail)
 
-    def _trained_dense(self, job: Job, train: Split) -> Result:
+    def _trained_dense(self, job: Job, data: Dataset) -> Result:
         """The dense network that a job starts from."""
         dense = job.dense
         if dense.digest not in self.dense_networks:
-            self._dense(dense, train, replace(self.config(dense), keep_flops=None, keep_params=None))
+            self._dense(dense, data, replace(self.config(dense), keep_flops=None, keep_params=None))
         return self.dense_networks[dense.digest]
 
-    def _thin(self, job: Job, train: Split, config: Config) -> Trained:
-        """The same network, every layer equally narrower, trained from scratch."""
+    def _thin(self, job: Job, data: Dataset, config: Config) -> Trained:
+        """The same network, every layer equally narrower, trained from scratch; several are independent."""
         network = self._network(job)
         structure = discover(network, self._example())
         ranks = [-torch.arange(group.units, dtype=torch.float64) / group.units for group in structure.groups]
         small, size, widths = self._cut(network, structure, torch.cat(ranks), job.keep)
-        result = train_dense(small, train, config, **self.watch)
+        result = train_dense(small, data, config, **self.watch)
         detail = {"widths": widths, "history": brief(result.history)}
-        return Trained(result.posterior, [size], dense_size(structure), spent(result), detail)
+        return Trained(result.posterior, [size] * config.particles, dense_size(structure), spent(result), detail)
 
-    def _magnitude(self, job: Job, train: Split, config: Config) -> Trained:
+    def _masked(self, job: Job, data: Dataset, config: Config) -> Trained:
+        """Fresh weights, of which only those of a mask are there and learn; a DLLP run is trained first for its own."""
+        network, example = self._network(job), self._example()
+        structure = discover(network, example, channels=False)
+        # other weights than those that the run began with
+        other = replace(config, seed=config.seed + OTHER_WEIGHTS)
+        particles = Particles.start(network, other, torch.device("cpu"))
+        gating = WeightGating(network, structure, particles.layout, particles.device)
+        keep, seconds = self._mask(job, data, gating, config)
+        particle = extract(particles, gating, keep[None], example)[0]
+        present = {name: particle.network.get_parameter(name).detach() != 0 for name in particle.gated}
+        result = masked(present)(particle.network, data, replace(config, init="given"), **self.watch)
+        sizes, widths = costs(gating, keep[None])
+        detail = {"widths": widths, "history": brief(result.history)}
+        return Trained(result.posterior, sizes, dense_size(structure), seconds + spent(result), detail)
+
+    def _mask(self, job: Job, data: Dataset, gating: WeightGating, config: Config) -> tuple[Tensor, float]:
+        """(U,) weights that are there, and the seconds of the run that chose them."""
+        generator = torch.Generator().manual_seed(job.seed)
+        if job.mask in masks.RANDOM:
+            scores = masks.random_scores(list(gating.fold.shapes.values()), job.mask, generator)
+            return gating.select(scores, *config.budget), 0.0
+        learned = self.config(replace(job, method="dllp", mask=None))
+        run = prune(self._network(job), data, learned, **self.watch)
+        keep = run.gates["keep"][0]
+        return (masks.shuffled(keep, gating.fold.sizes, generator) if job.mask == "shuffled" else keep), spent(run)
+
+    def _magnitude(self, job: Job, data: Dataset, config: Config) -> Trained:
         """The dense network's channels with the largest filters, relative to their layer; no fine-tuning."""
 
         def score(network: nn.Module, structure: Structure) -> Tensor:
@@ -397,15 +436,15 @@ class Runner:
                 scores.append(norms / norms.mean())
             return torch.cat(scores)
 
-        return self._derived(job, train, score)
+        return self._derived(job, data, score)
 
-    def _random(self, job: Job, train: Split, config: Config) -> Trained:
+    def _random(self, job: Job, data: Dataset, config: Config) -> Trained:
         """Random channels of the dense network; no fine-tuning."""
         generator = torch.Generator().manual_seed(job.seed)
-        return self._derived(job, train, lambda _, s: torch.rand(s.units, generator=generator))
+        return self._derived(job, data, lambda _, s: torch.rand(s.units, generator=generator))
 
-    def _derived(self, job: Job, train: Split, score: Callable[[nn.Module, Structure], Tensor]) -> Trained:
-        dense = self._trained_dense(job, train)
+    def _derived(self, job: Job, data: Dataset, score: Callable[[nn.Module, Structure], Tensor]) -> Trained:
+        dense = self._trained_dense(job, data)
         network = dense.model
         structure = discover(network, self._example())
         small, size, widths = self._cut(network, structure, score(network, structure), job.keep)
@@ -455,6 +494,21 @@ def weights(job: Job, result: Result) -> dict[str, Any]:
     ]
     study = weight_analysis.study(parts[0], weight_analysis.weights(result.particles[0].reference))
     return {"distribution": {**study, "sample": samples[0], "others": others}}
+
+
+def moments(job: Job, cut: Result, end: Result) -> dict[str, Any]:
+    """The shape of a baseline's kept weights just after the cut and at the end, as lines of DLLP have it."""
+    if job.granularity != "weight":
+        return {}
+    pairs = (("after", cut), ("end", end))
+    return {"moments": [{"name": name, "shapes": [kept_shape(result.particles[0])]} for name, result in pairs]}
+
+
+def kept_shape(particle: ExtractedParticle) -> dict[str, Any] | None:
+    """Figures of a particle's kept weights, layers standardised; None for too few."""
+    kept = weight_laws.pooled([layer["kept"] for layer in weight_analysis.split(particle).values()])
+    shape = weight_laws.describe(kept, fits=False)
+    return shape and {"kept": len(kept), "near_zero": shape.near_zero, "ks": shape.ks, "dip_p": shape.dip_p}
 
 
 def dense_size(structure: Structure) -> Size:
