@@ -100,9 +100,44 @@ def _kept_cell(row: Mapping[str, Any], name: str) -> str:
     return f"{mean}{single}{verdict}"
 
 
+# ---- kept weights at the decision and at the end
+
+MOMENTS = {"after": "at the decision", "end": "at the end"}
+MOMENTS_NOTE = (
+    "The same figures just after the gates were decided, or weights cut, and at the end of the run: means over all "
+    "particles of all seeds that were measured at both."
+)
+
+
+def moments_of_row(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]] | None:
+    """Mean figures of the kept weights at both moments; None where no line has them."""
+    found: dict[str, list[Mapping[str, Any]]] = {name: [] for name in MOMENTS}
+    for line in lines:
+        for moment in line.get("moments", []):
+            if moment["name"] in found:
+                found[moment["name"]] += [shape for shape in moment["shapes"] if shape is not None]
+    if not all(found.values()):
+        return None
+    return {
+        moment: {name: statistics.fmean(shape[name] for shape in shapes) for name in NAMES}
+        for moment, shapes in found.items()
+    }
+
+
+def moments_markdown(rows: Mapping[str, Mapping[str, Mapping[str, float]] | None]) -> list[str]:
+    """Figures of :func:`moments_of_row` by row -> a table of those that have any, and its legend; nothing without."""
+    body = [
+        [row, *(FORMS[name].format(found[moment][name]) for moment in MOMENTS for name in NAMES)]
+        for row, found in rows.items()
+        if found is not None
+    ]
+    head = ["row", *(f"{text} {when}" for when in MOMENTS.values() for text in NAMES.values())]
+    return [markdown_table(head, body), MOMENTS_NOTE] if body else []
+
+
 # ---- Figures 2 and 5
 
-SHOWN = {"reference": "before", "l1": "kept", "l2": "kept", "dllp": "kept"}
+SHOWN = {"reference": "before", "l1": "kept", "l2": "kept", "dllp": "kept", "paper": "kept"}
 """The part of a row's weights that Figure 2 shows, by the beginning of the row's name."""
 LAYERED = "figure5"
 """The figure that shows layers, and all weights as they are before the cut."""
@@ -159,12 +194,14 @@ def figure_row(
         "layers": {layer: shapes[part] for layer, shapes in found["layers"].items()},
         "densities": found["densities"],
     }
-    if name.startswith("dllp"):
+    own = name.startswith(("dllp", "paper"))
+    if own:
         row["epochs"], row["epochs_after_cut"] = line.get("epochs"), epochs_after_cut(line)
-    if name.startswith("dllp") and part == "kept" and shape:
+    if own and part == "kept" and shape:
         row["reached"] = reached(shape)
     if part == "kept":
         row["tail"] = weight_analysis.tails(found["layers"])
+        row["moments"] = moments_of_row([line])
     elif name.startswith("l1"):
         row["laws"] = {layer: laplace(shapes[part]) for layer, shapes in found["layers"].items()}
     return row
@@ -220,7 +257,8 @@ def markdown(table: Table, summary: Mapping[str, Any]) -> str:
         note += (
             f" Wanted of DLLP: near_zero within {RATIO[0]} and {RATIO[1]}, dip_p above {DIP_P}, ks at most {DISTANCE}."
         )
-    more = [*_tail_markdown(summary["rows"]), *_law_markdown(summary["rows"])]
+    more = moments_markdown({name: row.get("moments") for name, row in summary["rows"].items()})
+    more += [*_tail_markdown(summary["rows"]), *_law_markdown(summary["rows"])]
     return "\n\n".join([f"**{table.title}**", text, note, *more, made_by(summary)]) + "\n"
 
 

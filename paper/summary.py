@@ -15,7 +15,7 @@ from typing import Any
 from dllp import files
 from dllp.baselines import find as find_baseline
 from dllp.errors import ArtifactError
-from paper import colour, figures_2_5, figures_3_4, reliability, render
+from paper import colour, figures_2_5, figures_3_4, pretrained, reliability, render
 from paper.jobs import data_text, epochs_after_cut
 from paper.render import Lines, distinct, made_by, markdown_table, provenance
 from paper.store import FIGURES, SUPERSEDED, WHY, Store
@@ -43,7 +43,8 @@ EXPLANATION = (
 def summarise(table: Table, lines: Lines, variant: Variant, store: Store | None = None) -> dict[str, Any]:
     """Finished runs -> the content of summary.json; runs that belong to no row, or to another recipe, are left out."""
     members = {row.name: list(table.members(row, lines, variant)) for row in table.rows}
-    dense = {row.job.network: members[row.name] for row in table.rows if row.job.method == "dense"}
+    whole = [row for row in table.rows if row.job.method == "dense"]
+    dense = {row.job.network: members[row.name] for row in reversed(whole)}  # the first of a network is the reference
     rows = [
         summarise_row(row, members[row.name], dense.get(row.job.network, []), () if variant.suffix else row.wanted)
         for row in table.rows
@@ -76,10 +77,12 @@ def summarise_row(row: Row, lines: Lines, dense: Lines, wanted: Sequence[tuple[s
     ensemble = 100 * statistics.fmean(values["accuracy"] for values in together)
     return {
         "name": row.name,
+        "title": row.title,
         "method": job.method,
         "baseline": job.baseline,
         "granularity": "none" if job.method == "dense" else job.granularity,
         "network": job.network,
+        "keep": job.keep,
         "seeds": [line["seed"] for line in lines],
         "particles": len(first["particles"]),
         "epochs": first["epochs"],
@@ -92,6 +95,7 @@ def summarise_row(row: Row, lines: Lines, dense: Lines, wanted: Sequence[tuple[s
         "epochs_after_cut": epochs_after_cut(first) if job.method == "dllp" else None,
         "shape": next(iter(figures_2_5.kept_of_run(first)), None),
         "shapes": figures_2_5.kept_of_row(lines),
+        "moments": figures_2_5.moments_of_row(lines) if job.granularity == "weight" else None,
         "drop_mean": None if dense_acc is None else dense_acc - acc,
         "drop_se": _both(_error(_accuracies(lines)), _error(_accuracies(dense))) if job.method != "dense" else None,
         "flops_removed_mean": 100 * statistics.fmean(value for line in lines for value in line["flops_removed"]),
@@ -177,6 +181,7 @@ def markdown(table: Table, summary: dict[str, Any]) -> str:
         parts.append(f"{heading}:\n\n{markdown_table(HEAD, body, ALIGN, space='')}")
     parts += [_thin_text(name, found) for name, found in summary.get("thin", {}).items()]
     parts += figures_2_5.kept_markdown(summary["rows"])
+    parts += figures_2_5.moments_markdown({row["name"]: row["moments"] for row in summary["rows"]})
     if not table.data and "data" in summary:
         parts.append(f"Measured on {summary['data']}.")
     shown = {row["name"] for row in summary["rows"]}
@@ -185,10 +190,17 @@ def markdown(table: Table, summary: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def pretrained_markdown(table: Table, summary: dict[str, Any]) -> str:
+    """Drops over epochs spent, then the other rows as in any table."""
+    others = [row for row in summary["rows"] if pretrained.spent(row) is None]
+    title, *rest = markdown(table, {**summary, "rows": others}).split("\n\n")
+    return "\n\n".join([title, *pretrained.grids(summary["rows"]), *rest])
+
+
 def _measured(row: dict[str, Any]) -> list[str]:
     several = row["particles"] > 1
-    method = METHODS.get(row["method"]) or find_baseline(row["baseline"]).title
-    method += f" {row['granularity']}" if row["method"] == "dllp" else ""
+    method = row["title"] or METHODS.get(row["method"]) or find_baseline(row["baseline"]).title
+    method += f" {row['granularity']}" if row["method"] == "dllp" and not row["title"] else ""
     if row["pretrain_epochs"]:
         method += f", the last {row['epochs'] - row['pretrain_epochs']} epochs from a trained network"
     if row["epochs_after_cut"]:
@@ -261,8 +273,9 @@ KINDS = {
     "figure5": (figures_2_5.summarise, figures_2_5.markdown, figures_2_5.draw),
     "reliability": (reliability.summarise, reliability.markdown, reliability.draw),
     "colour": (colour.summarise, colour.markdown, colour.draw),
+    "pretrained": (summarise, pretrained_markdown, None),
 }
-"""Summary, text and picture of everything that is no table."""
+"""Summary, text and picture of everything that is no plain table."""
 OF_PREDICTIONS = ("figure3", "figure4", "reliability", "colour")
 """Computed from predictions on the test set and its versions."""
 UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -16,9 +16,10 @@ from dllp.baselines.protocol import PRIOR_SETTINGS
 from dllp.config import Config
 from dllp.errors import ConfigError
 from paper.coloured_digits import DATA
-from paper.jobs import MACHINE, Job, tuned
+from paper.jobs import MACHINE, Job, recipe, tuned
+from paper.masks import RANDOM, Mask
 
-FIVE, THREE = (0, 1, 2, 3, 4), (0, 1, 2)
+FIVE, THREE, TWO = (0, 1, 2, 3, 4), (0, 1, 2), (0, 1)
 OF_JOB = ("network", "finetune_lr")
 OF_COMMAND = {"seed": "--seeds", "epochs": "--epochs", "device": "--device", "precision": "--precision"}
 OF_CONFIG = {f.name for f in fields(Config)} - {*MACHINE, *OF_COMMAND, "granularity"}
@@ -37,6 +38,7 @@ class Row:
         predictions: Of its test probabilities `none` are stored, they are `judged` and removed once their metrics are
             stored, or they are `kept` because more may be computed from them.
         note: Added to the table's text where the row has runs.
+        title: The method's name in the table, instead of the job's.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Row:
     wanted: tuple[tuple[str, float], ...] = ()
     predictions: Literal["none", "judged", "kept"] = "none"
     note: str = ""
+    title: str = ""
 
 
 @dataclass(frozen=True)
@@ -242,7 +245,8 @@ def units(plan: Sequence[Planned]) -> list[list[Planned]]:
 
 def _work(unit: Sequence[Planned]) -> int:
     """Networks to train, a fine-tuned one counted as half."""
-    trained = sum(planned.job.config.particles for planned in unit if not planned.job.derived)
+    own = (planned.job for planned in unit if planned.job.pretrain or not planned.job.derived)
+    trained = sum(job.config.particles for job in own)
     return max(trained + sum(planned.job.finetune > 0 for planned in unit) // 2, 1)
 
 
@@ -288,6 +292,69 @@ def kept(removed: str) -> float:
     return round(1 - float(removed) / 100, 6)
 
 
+WHOLE = 60
+"""Epochs of the networks that rows start from."""
+TAUGHT = {"teacher": "given"}
+BEST, REWOUND = ("l1-filters", "slimming", "sfp", "fpgm", "deephoyer"), ("l1-filters", "slimming")
+"""Other methods whose fine-tuning is taught, and whose learning rate is rewound."""
+
+
+def _given(name: str, job: Job, seeds: tuple[int, ...] = THREE, epochs: int = 30, **wanted: float) -> Row:
+    """A trained network, then so many epochs by the short preset; its drop is against that network."""
+    job = replace(job, method="dllp", epochs=WHOLE + epochs, pretrain=WHOLE)
+    return Row(name, job, seeds, tuple(wanted.items()))
+
+
+def _taught(name: str, network: str, removed: str, row: str, finetune: int = 30, **settings: Any) -> Row:
+    """Another method whose whole network teaches its fine-tuning."""
+    job = Job(network, "baseline", keep=kept(removed), baseline=tuned(name, network), finetune=finetune, **settings)
+    return Row(row, replace(job, changes=TAUGHT), title=f"{METHODS[name].title}, taught by its whole network")
+
+
+def _fairer(network: str, removed: str) -> list[Row]:
+    """The best other methods with DLLP's teacher, and two without it that start from the peak learning rate again."""
+    rows = [_taught(name, network, removed, f"taught-{name}-{removed}") for name in BEST]
+    for name in REWOUND:
+        job = Job(network, "baseline", keep=kept(removed), baseline=tuned(name, network), finetune=30, finetune_lr=1.0)
+        rows.append(Row(f"rewound-{name}-{removed}", job, title=f"{METHODS[name].title}, learning rate rewound"))
+    return rows
+
+
+MASKS: dict[Mask, str] = {
+    "uniform": "random mask, equal densities",
+    "erk": "random mask, Erdős–Rényi-kernel densities",
+    "own": "the mask of a DLLP run, fresh weights",
+    "shuffled": "the mask of a DLLP run shuffled within layers, fresh weights",
+}
+
+
+def _controls(network: str, removed: str, masked: Mapping[str, Sequence[Mask]]) -> list[Row]:
+    """As many independent networks as there are particles, and masks by percent that no training, or another, chose."""
+    thin, rows = Job(network, "thin", keep=kept(removed)), []
+    for n in (2, 4):
+        job = replace(thin, changes={"particles": n})
+        rows.append(Row(f"thin-{removed}-n{n}", job, title=f"{n} thin networks from scratch"))
+    rows.append(Row("dense-n2", Job(network, "dense", changes={"particles": 2}), title="2 dense networks"))
+    for percent, chosen in masked.items():
+        for mask in chosen:
+            job = Job(network, "masked", "weight", kept(percent), mask=mask)
+            rows.append(Row(f"mask-{mask}-{percent}", job, title=MASKS[mask]))
+    return rows
+
+
+def letter(network: str, **budget: float | None) -> dict[str, Any]:
+    """Changes of a recipe for single weights to the paper's letter: one kernel, decided after the last step."""
+    ours, theirs = recipe(network, "weight"), Config.paper(granularity="weight", blocks="all", discrete_at=1.0)
+    names = [f.name for f in fields(Config) if getattr(ours, f.name) != getattr(theirs, f.name)]
+    return {name: getattr(theirs, name) for name in names} | budget
+
+
+def _letter_row(network: str, removed: str) -> Row:
+    job = Job(network, "dllp", "weight", kept(removed), changes=letter(network))
+    return Row(f"paper-weight-{removed}", job, title=LETTER)
+
+
+LETTER = "DLLP weight, the paper's letter"
 CHANGED = (
     "The recipe of DLLP's single weights was changed twice after rows of this table had test results: from drawn gates "
     "and a weight decay of 1e-4 (ResNet-56 at 90%: 90.47, one seed) to medians and 1e-3 (91.02), then to slab_bounds "
@@ -320,6 +387,16 @@ def _table1() -> Table:
         ),
         *_baselines("resnet56", "55"),
         *(_baseline(METHODS[name], "resnet56", "90") for name in ("magnitude-l2", "magnitude-l1")),
+        Row("dense-90", Job("resnet56", "dense", epochs=90), title="dense, 90 epochs"),
+        _given("given-channel-55", channel.job, FIVE, drop=0.0, gain=0.6),
+        _given("given-channel-70", replace(channel.job, keep=kept("70")), drop=0.5),
+        _given("given-channel-60-long", replace(channel.job, keep=kept("60")), epochs=120, acc=94.0),
+        _given("given-weight-55", weight.job, drop=0.0),
+        _given("given-weight-90", replace(weight.job, keep=kept("90")), drop=0.5),
+        _given("resnet20-given-weight", Job("resnet20", "dllp", "weight", changes=fewer), acc=91.3),
+        *_fairer("resnet56", "55"),
+        *_controls("resnet56", "55", {percent: tuple(MASKS) for percent in ("55", "90")}),
+        _letter_row("resnet56", "55"),
     ]  # fmt: skip
     return Table(
         "table1", "Table 1: ResNet-56 on CIFAR-10", tuple(rows), tuple(Quoted(m, "resnet56", *v) for m, *v in quoted)
@@ -331,7 +408,17 @@ def _table2() -> Table:
         ("LIWS", 93.45, 70.6, 0.8), ("ThiNet", 93.36, 50, 0.14), ("CP", 93.18, 50, 0.32), ("RNP", 92.15, 50, 0.85),
         ("FBS", 93.03, 50, 0.47), ("DLLP", 92.80, 74.65, 1.24),
     ]  # fmt: skip
-    rows = [*_rows("vgg16_bn", "74.65", 93.2, (("drop", 0.2),)), *_baselines("vgg16_bn", "74.65")]
+    shared = _rows("vgg16_bn", "74.65", 93.2, (("drop", 0.2),))
+    rows = [
+        *shared,
+        *_baselines("vgg16_bn", "74.65"),
+        Row("dense-90", Job("vgg16_bn", "dense", epochs=90), title="dense, 90 epochs"),
+        _given("given-channel-74.65", shared[1].job, drop=0.2),
+        _given("given-weight-74.65", shared[2].job, drop=0.0),
+        *_fairer("vgg16_bn", "74.65"),
+        *_controls("vgg16_bn", "74.65", {"74.65": tuple(MASKS), "90": RANDOM}),
+        _letter_row("vgg16_bn", "74.65"),
+    ]
     return Table(
         "table2", "Table 2: VGG-16 on CIFAR-10", tuple(rows), tuple(Quoted(m, "vgg16_bn", *v) for m, *v in quoted),
         sources=("reliability",),
@@ -347,6 +434,7 @@ def _table3() -> Table:
     rows = [
         Row("dense", Job("resnet50", "dense")),
         Row("dllp-channel-65.95", Job("resnet50", "dllp", keep=kept("65.95")), wanted=(("drop", 1.5), ("gain", 0.0))),
+        _given("given-channel-65.95", Job("resnet50", "dllp", keep=kept("65.95")), drop=0.0, gain=1.5),
         *(_baseline(METHODS[name], "resnet50", "65.95", (0,)) for name in ("l1-filters", "slimming")),
     ]
     note = (
@@ -360,17 +448,71 @@ def _table3() -> Table:
     )  # fmt: skip
 
 
+SPENT = (5, 10, 30, 60)
+"""Epochs that are spent on a trained network."""
+STARTS = ("l1-filters", "thinet", "cp")
+"""Other methods that start from any trained network; the rest trains one as it prescribes, which takes epochs too."""
+PERCENTS = {"resnet56": ("55", "70", "80"), "vgg16_bn": ("75", "85")}
+OLD_SHORT = dict(
+    lr=0.02, lr_end=0.0002, warmup=0.5, lr_gates=0.05, open_until=0.02, ramp_until=0.3, discrete_at=0.45, teacher="off"
+)
+"""The short preset of version 0.1.0, for 5 to 20 epochs and without a teacher."""
+
+
 def _pretrained() -> Table:
-    """At the same number of epochs in all: one run from scratch, or a trained network and the short preset."""
+    """The drop over the epochs that are spent on a trained network; then the short preset as it was before."""
     scratch = Job("resnet56", "dllp", keep=kept("55"))
-    rows = (
-        Row("dense", Job("resnet56", "dense")),
-        Row("scratch", scratch),
-        Row("short-10", replace(scratch, pretrain=50)),
-        Row("short-20", replace(scratch, pretrain=40)),
-    )
-    title = "Trained starts: ResNet-56 on CIFAR-10 at 55% fewer FLOPs, 60 epochs in all"
-    return Table("pretrained", title, rows, sources=("table1",))
+    rows = [Row("dense", Job("resnet56", "dense")), Row("vgg16-dense", Job("vgg16_bn", "dense"))]
+    for network, percents in PERCENTS.items():
+        for percent in percents:
+            for epochs in SPENT:
+                job = Job(network, "dllp", keep=kept(percent))
+                rows.append(_given(f"dllp-{percent}-{epochs}", job, epochs=epochs))
+                rows += [_taught(name, network, percent, f"{name}-{percent}-{epochs}", epochs) for name in STARTS]
+    rows.append(Row("scratch", scratch))
+    for last in (10, 20):
+        job = replace(scratch, pretrain=60 - last, changes=OLD_SHORT)
+        rows.append(Row(f"short-{last}", job, title="DLLP channel, short preset of 0.1.0"))
+    title = "Trained starts: ResNet-56 and VGG-16 on CIFAR-10"
+    return Table("pretrained", title, tuple(rows), sources=("table1", "table2"))
+
+
+# ---- ablation: one setting at a time
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "particles": (1, 2, 4),
+    "beta": (0.0, 0.01, 0.1, 1.0),
+    "bandwidth": ("median", "paper"),
+    "blocks": ("module", "all"),
+    "likelihood": ("categorical", "gaussian"),
+    "prior": ("spike_and_slab", "laplace", "gaussian", "polarization", "hoyer"),
+    "draw_gates": (True, False),
+}
+FEWER = ("particles", "beta", "blocks")
+"""Settings that are varied on the larger network too."""
+
+
+def _ablation() -> Table:
+    """The recipe, and every setting at each of its other values, for two seeds."""
+    channel, weight = Job("resnet20", "dllp", keep=kept("55")), Job("resnet20", "dllp", "weight", kept("90"))
+    large = replace(channel, network="resnet56")
+    rows = [Row("dense", Job("resnet20", "dense"), TWO)]
+    rows += _one_by_one("channel", channel, FACTORS) + _one_by_one("weight", weight, FACTORS)
+    rows += [Row("resnet56-dense", Job("resnet56", "dense"), TWO), *_one_by_one("resnet56", large, FEWER)]
+    title = "Ablation: one setting at a time, ResNet-20 and ResNet-56 on CIFAR-10"
+    return Table("ablation", title, tuple(rows), sources=("table1",))
+
+
+def _one_by_one(name: str, job: Job, factors: Iterable[str]) -> list[Row]:
+    kind, own = f"DLLP {job.granularity}", job.config.resolved()
+    rows = [Row(f"{name}-recipe", job, TWO, title=f"{kind}, recipe")]
+    for factor in factors:
+        for value in FACTORS[factor]:
+            if value != getattr(own, factor):
+                text = _as_json(value).removesuffix(".0")
+                changed = replace(job, changes={factor: value})
+                rows.append(Row(f"{name}-{factor}-{text}", changed, TWO, title=f"{kind}, {factor} = {text}"))
+    return rows
 
 
 # ---- reliability: Section 4.2.2, Figures 3 and 4
@@ -444,6 +586,8 @@ def _distribution_rows() -> list[Row]:
             job = Job("vgg11_bn", "baseline", "weight", baseline=f"magnitude-{name}", changes=fewer)
             rows.append(Row(f"{name}-{percent}", job, (0,)))
         rows.append(Row(f"dllp-{percent}", Job("vgg11_bn", "dllp", "weight", changes=fewer), (0,)))
+    fewer = letter("vgg11_bn", keep_flops=None, keep_params=kept("80"))
+    rows.append(Row("paper-weight-80", Job("vgg11_bn", "dllp", "weight", changes=fewer), (0,), title=LETTER))
     return rows
 
 
@@ -458,5 +602,7 @@ def _figure5() -> Table:
     return Table("figure5", title, tuple(rows), sources=("figure2",))
 
 
-_MADE = (_table1, _table2, _table3, _pretrained, _figure2, _figure3, _figure4, _figure5, _reliability, _colour)
+_MADE = (
+    _table1, _table2, _table3, _pretrained, _ablation, _figure2, _figure3, _figure4, _figure5, _reliability, _colour,
+)  # fmt: skip
 TABLES: dict[str, Table] = {made.name: made for made in (make() for make in _MADE)}

@@ -64,7 +64,7 @@ def test_every_row_stands_with_its_seeds_and_targets() -> None:
     one, two = tables.TABLES["table1"], tables.TABLES["table2"]
     seeds = {row.name: len(row.seeds) for row in (*one.rows, *two.rows)}
     assert {name for name, count in seeds.items() if count == 5} == {
-        "dense", "dllp-channel-55", "dllp-channel-74.65",
+        "dense", "dllp-channel-55", "dllp-channel-74.65", "given-channel-55",
     }  # fmt: skip
     assert set(seeds.values()) == {3, 5}
     keeps = {row.name: row.job.keep for row in (*one.rows, *two.rows)}
@@ -75,7 +75,11 @@ def test_every_row_stands_with_its_seeds_and_targets() -> None:
     assert {row.job.network for row in one.rows} == {"resnet56", "resnet20"}
     assert {row.job.network for row in two.rows} == {"vgg16_bn"}
     for table in (one, two):
-        assert all(row.job.epochs == 60 and row.job.config.batch_size == 512 for row in table.rows)
+        assert all(row.job.config.batch_size == 512 for row in table.rows)
+        longer = {row.name: row.job.epochs for row in table.rows if row.job.epochs != 60}
+        given = {row.name: row.job.epochs for row in table.rows if row.job.pretrain}
+        assert longer == given | {"dense-90": 90} and {row.job.pretrain for row in table.rows} == {0, 60}
+        assert set(given.values()) == {90, 180} if table is one else {90}
         tuned = {find(row.job.baseline).name: row for row in table.rows if row.name.startswith("tuned-")}
         assert set(tuned) == set(METHODS) and {row.job.finetune for row in tuned.values()} == {30}
         chosen = {"table1": Polarization(strength=3e-4), "table2": Polarization(strength=3e-5, least=0.2)}[table.name]
@@ -107,7 +111,8 @@ def test_shards_share_the_jobs_and_keep_dense_networks_at_hand(name: str, count:
             if planned.job.derived:
                 before = [earlier.job.digest for earlier in shard[:i]]
                 assert planned.job.dense.digest in before, "the network it starts from was trained before"
-    trained = [sum(p.job.config.particles for p in shard if not p.job.derived) for shard in shards]
+    own = [[p.job for p in shard if p.job.pretrain or not p.job.derived] for shard in shards]
+    trained = [sum(job.config.particles for job in jobs) for jobs in own]
     work = [n + sum(p.job.finetune > 0 for p in shard) / 2 for n, shard in zip(trained, shards, strict=True)]
     assert max(work) - min(work) <= 3
 
@@ -175,7 +180,7 @@ def images(count: int) -> ArrayData:
 def test_its_epochs_are_shared_out() -> None:
     preset = Config.short(keep_flops=0.5, epochs=1, batch_size=512, beta=0.1)
     assert JOB.config == preset and JOB.config.init == "given"
-    assert JOB.dense == Job("small_cnn", "dense", epochs=2) and not JOB.derived
+    assert JOB.dense == Job("small_cnn", "dense", epochs=2) and JOB.derived
     assert len({JOB.digest, replace(JOB, pretrain=1).digest, replace(JOB, pretrain=0).digest}) == 3
 
 
@@ -218,4 +223,62 @@ def test_its_row_says_so() -> None:
     ]  # fmt: skip
     text = markdown(table, summarise(table, lines, Variant()))
     assert "| DLLP channel | 55.00%" in text
-    assert "DLLP channel, the last 10 epochs from a trained network" in text and "the last 20 epochs" in text
+    old = "DLLP channel, short preset of 0.1.0, the last"
+    assert f"{old} 10 epochs from a trained network" in text and f"{old} 20 epochs" in text
+
+
+def test_the_old_short_preset_is_spelled_out() -> None:
+    rows = {row.name: row.job for row in tables.TABLES["pretrained"].rows}
+    assert rows["short-10"].config == Config(
+        keep_flops=0.45, epochs=10, lr=0.02, lr_end=0.0002, warmup=0.5, lr_gates=0.05, open_until=0.02, ramp_until=0.3,
+        discrete_at=0.45,
+    )  # fmt: skip
+
+
+# ---- rows that are compared with those of a trained network
+
+
+def test_what_is_given_starts_from_the_tables_own_dense_network() -> None:
+    for name, given in (("table1", 6), ("table2", 2), ("table3", 1)):
+        rows = tables.TABLES[name].rows
+        dense = {row.job.digest for row in rows if row.job.method == "dense"}
+        found = [row for row in rows if row.job.pretrain]
+        assert len(found) == given and {row.job.dense.digest for row in found} <= dense
+        assert all(row.job.config.teacher == "given" and row.wanted for row in found)
+        assert {row.job.config.epochs for row in found} <= {30, 120}
+
+
+def test_taught_methods_start_from_networks_that_nobody_taught() -> None:
+    one = {row.name: row.job for row in tables.TABLES["table1"].rows}
+    for name in tables.BEST:
+        job = one[f"taught-{name}-55"]
+        assert job.config.teacher == "given" and job.dense.digest == one["dense"].digest and job.keep == 0.45
+    assert one["rewound-l1-filters-55"].finetune_lr == 1.0 and one["rewound-l1-filters-55"].config.teacher == "off"
+    spent = {row.name: row.job.digest for row in tables.TABLES["pretrained"].rows}
+    assert spent["dllp-55-30"] == one["given-channel-55"].digest, "one run serves both tables"
+    assert spent["l1-filters-55-30"] == one["taught-l1-filters-55"].digest
+
+
+@pytest.mark.parametrize("network", ["resnet56", "vgg16_bn", "vgg11_bn"])
+def test_the_papers_letter_is_the_papers_preset(network: str) -> None:
+    rows = [row for table in tables.TABLES.values() for row in table.rows if row.name.startswith("paper-weight")]
+    (config,) = [row.job.config for row in rows if row.job.network == network]
+    budget = {"keep_flops": config.keep_flops, "keep_params": config.keep_params}
+    assert config == Config.paper(granularity="weight", blocks="all", discrete_at=1.0, **budget)
+
+
+def test_an_ablation_changes_one_setting_at_a_time() -> None:
+    rows = {row.name: row.job for row in tables.TABLES["ablation"].rows}
+    for part in ("channel", "weight", "resnet56"):
+        own = rows[f"{part}-recipe"].config.resolved().as_dict()
+        found: dict[str, set[Any]] = {}
+        for name, job in rows.items():
+            if name.startswith(part) and name not in (f"{part}-recipe", "resnet56-dense"):
+                config = job.config.resolved().as_dict()
+                ((factor, value),) = [(key, value) for key, value in config.items() if value != own[key]]
+                found.setdefault(factor, set()).add(value)
+        factors = tables.FEWER if part == "resnet56" else tables.FACTORS
+        assert {name: values | {own[name]} for name, values in found.items()} == {
+            name: set(tables.FACTORS[name]) for name in factors
+        }
+    assert rows["resnet56-recipe"].digest == Job("resnet56", "dllp", keep=0.45).digest

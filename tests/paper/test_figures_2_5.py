@@ -41,12 +41,12 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_figures_are_those_of_the_paper() -> None:
     two, five = tables.TABLES["figure2"], tables.TABLES["figure5"]
-    names = ["reference", *(f"{name}-{percent}" for percent in (80, 90) for name in KINDS)]
+    names = ["reference", *(f"{name}-{percent}" for percent in (80, 90) for name in KINDS), "paper-weight-80"]
     assert [row.name for row in two.rows] == names and [row.name for row in five.rows] == ["l1-90", "dllp-90"]
     assert {row.job.network for row in two.rows} == {"vgg11_bn"} and all(row.job.finetune == 0 for row in two.rows)
     digests = {row.job.digest for row in two.rows}
-    assert {row.job.digest for row in five.rows} <= digests and len(digests) == 7, "figure 5 trains nothing of its own"
-    config = two.rows[-1].job.config
+    assert {row.job.digest for row in five.rows} <= digests and len(digests) == 8, "figure 5 trains nothing of its own"
+    config = two.rows[-2].job.config
     assert (config.keep_params, config.keep_flops, config.beta) == (0.1, None, 0.1)
 
 
@@ -69,7 +69,11 @@ def test_both_figures_from_one_set_of_runs(tmp_path: Path, capsys: pytest.Captur
     assert found["rows"]["dllp-90"]["removed"] == pytest.approx(0.9, abs=0.01)
     assert set(found["rows"]["dllp-90"]["reached"]) == {"near_zero", "dip_p", "ks"}
     text = (tmp_path / "figure2" / "table.md").read_text()
-    assert text.count("\n| ") == 6 + 5 and "dip_p" in text and text in capsys.readouterr().out
+    assert text.count("\n| ") == 6 + 5 + 5 and "dip_p" in text and text in capsys.readouterr().out
+    both = found["rows"]["l2-90"]["moments"]
+    assert both["after"] == both["end"] and both["end"]["near_zero"] == 0, "it was not fine-tuned"
+    shape = found["rows"]["dllp-90"]["shape"]
+    assert found["rows"]["dllp-90"]["moments"]["end"]["ks"] == pytest.approx(shape["ks"], abs=0.05)
     tail = found["rows"]["l2-90"]["tail"]["layers"]
     assert set(tail) == {"conv1", "conv2", "conv3"} and "tail" not in found["rows"]["reference"]
     cells = " | ".join(f"{layer['k']:.2g} / {layer['predicted']:.2g}" for layer in tail.values())
