@@ -61,16 +61,18 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Table:
 def test_every_row_stands_with_its_seeds_and_targets() -> None:
     table = tables.TABLES["table3"]
     jobs = {row.name: row.job for row in table.rows}
-    assert list(jobs) == ["dense", "dllp-channel-65.95", "tuned-l1-filters-65.95", "tuned-slimming-65.95"]
-    assert [job.keep for job in jobs.values()] == [1.0, 0.3405, 0.3405, 0.3405]
-    assert [row.seeds for row in table.rows] == [(0, 1, 2), (0, 1, 2), (0,), (0,)]
-    assert [job.finetune for job in jobs.values()] == [0, 0, 30, 30]
+    own, others = ["dllp-channel-65.95", "given-channel-65.95"], ["tuned-l1-filters-65.95", "tuned-slimming-65.95"]
+    assert list(jobs) == ["dense", *own, *others]
+    assert [job.keep for job in jobs.values()] == [1.0, 0.3405, 0.3405, 0.3405, 0.3405]
+    assert [row.seeds for row in table.rows] == [(0, 1, 2), (0, 1, 2), (0, 1, 2), (0,), (0,)]
+    assert [job.finetune for job in jobs.values()] == [0, 0, 0, 30, 30]
+    assert [job.epochs for job in jobs.values()] == [60, 60, 90, 60, 60]
     for job in jobs.values():
-        assert (job.network, job.epochs, job.config.batch_size, job.augment) == ("resnet50", 60, 512, "resized-crop")
+        assert (job.network, job.config.batch_size, job.augment) == ("resnet50", 512, "resized-crop")
     assert jobs["dllp-channel-65.95"].config.particles == 2
     assert not any(row.predictions != "none" for row in table.rows)
     wanted = {row.name: row.wanted for row in table.rows if row.wanted}
-    assert wanted == {"dllp-channel-65.95": (("drop", 1.5), ("gain", 0.0))}
+    assert wanted == dict(zip(own, [(("drop", 1.5), ("gain", 0.0)), (("drop", 0.0), ("gain", 1.5))], strict=True))
     assert {row.method: (row.dense_acc, row.flops_removed, row.drop) for row in table.quoted} == {
         "NS": (76.15, 53, 1.27), "SSS": (76.12, 43, 4.30), "DCP": (76.01, 56, 1.06), "CCP": (76.15, 54, 0.94),
         "SFP": (76.15, 62.14, 14.01), "DLLP": (76.15, 65.95, 6.13),
@@ -87,9 +89,9 @@ def test_a_digest_tells_augmentations_apart() -> None:
 def test_the_whole_table_on_pictures_in_memory(
     table: Table, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["bench", "small3", "--data", str(folder), "--epochs", "1", "--out", str(tmp_path), "--device", "cpu"]
+    words = ["bench", "small3", "--data", str(folder), "--epochs", "2", "--out", str(tmp_path), "--device", "cpu"]
     assert main([*words, "--quiet"]) == 0
-    store = Store(tmp_path / "small3-epochs1")
+    store = Store(tmp_path / "small3-epochs2")
     lines = {line["row"]: line for line in store.lines()}
     assert set(lines) == {row.name for row in table.rows}
     for name, line in lines.items():
@@ -106,7 +108,7 @@ def test_the_whole_table_on_pictures_in_memory(
     assert text.count(", 1 epochs of fine-tuning (before it ") == 2, "as many as the runs had, not the table's 30"
     assert json.loads((store.folder / "summary.json").read_text())["data"].startswith("animals: 20 ")
     assert main([*words[:2], *words[4:], "--list"]) == 0, "what is finished can be listed without the data"
-    assert "4 of 4 jobs are finished" in capsys.readouterr().out
+    assert "5 of 5 jobs are finished" in capsys.readouterr().out
 
 
 def test_streamed_pictures_and_a_validation_split(
