@@ -22,7 +22,7 @@ from dllp.data import ArrayData, Dataset
 from dllp.errors import ConfigError
 from paper import jobs, tables
 from paper.jobs import Job, Runner
-from paper.summary import markdown, open_store, summarise
+from paper.summary import open_store, pretrained_markdown, summarise
 from paper.tables import Quoted, Variant
 
 
@@ -214,15 +214,17 @@ def test_its_row_says_so() -> None:
     figures = {"accuracy": 0.9, "nll": 0.3, "ece": 0.01}
     lines = [
         {
-            "digest": planned.job.digest, "seed": 0, "epochs": 60, "pretrain": planned.job.pretrain, "macs": [1.0, 1.0],
+            "digest": planned.job.digest, "seed": 0, "epochs": planned.job.epochs, "pretrain": planned.job.pretrain,
+            "macs": [1.0, 1.0], "finetune": planned.job.finetune,
             "particles": [figures] * 2, "ensemble": figures, "params": [1, 2], "dense_params": 10, "train_seconds": 1.5,
             "flops_removed": [0.55, 0.55], "flops_of": "it", "config": {"precision": "float32"}, "hardware": "cpu",
             "dllp": "0", "torch": "2", "python": "3", "date": "2026-11-15",
         }
         for planned in table.plan(seeds=[0])
     ]  # fmt: skip
-    text = markdown(table, summarise(table, lines, Variant()))
-    assert "| DLLP channel | 55.00%" in text
+    text = pretrained_markdown(table, summarise(table, lines, Variant()))
+    assert text.count("\n| DLLP, one particle | 0.00 | 0.00 | 0.00 | 0.00 |") == 5, "a table for each budget"
+    assert "| DLLP channel | 55.00%" in text and "last 30 epochs" not in text, "what is above is not below"
     old = "DLLP channel, short preset of 0.1.0, the last"
     assert f"{old} 10 epochs from a trained network" in text and f"{old} 20 epochs" in text
 
