@@ -318,7 +318,7 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
             ramp_until=0.25, discrete_at=0.3, teacher="given",
         )  # fmt: skip
         if changes.get("granularity") == "weight":
-            preset |= dict(ramp_until=0.3, discrete_at=0.4, lr_gates=0.02, weight_decay=5e-4)
+            preset |= dict(ramp_until=0.3, discrete_at=0.4, lr_gates=0.02, weight_decay=1e-3)
         return cls(**{**preset, **changes})
 
     def as_dict(self) -> dict[str, Any]:

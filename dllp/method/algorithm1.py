@@ -83,15 +83,33 @@ class State:
     keep: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Gates:
+    """Gates of one step: n of (U,) each, with gradients in the logits.
+
+    Attributes:
+        z: What the networks run with. Open, relaxed (drawn, or medians), or decided; of single weights under a budget
+            open or shut, with the gradient of the median.
+        theta: In equation 10; of medians annealed as they are, sigma(logit / temperature).
+        counted: In the budget: theta, or what the networks run with.
+        sure: Every z is 0 or 1, and says itself whether a weight is of the slab or of the spike.
+    """
+
+    z: list[Tensor]
+    theta: list[Tensor]
+    counted: list[Tensor]
+    sure: bool
+
+
 def log_likelihood(logits: Tensor, y: Tensor, log_d: Tensor) -> Tensor:
     """(B, C), (B,), () -> (): equation 9, the mean over examples of log N(onehot(y); softmax f(x), d^-2 I)."""
     residual = F.one_hot(y, logits.shape[1]) - logits.softmax(1)
     return Normal(torch.zeros_like(log_d), torch.exp(-log_d)).log_prob(residual).sum(1).mean()
 
 
-def log_prior(scale: Tensor, logit: Tensor, slab: Tensor, epsilon: float) -> Tensor:
+def log_prior(scale: Tensor, theta: Tensor, slab: Tensor, epsilon: float) -> Tensor:
     """(U,) -> (U,): equation 10, log of theta N(w; 0, lambda^-2) + (1 - theta) N(w; 0, epsilon^-2)."""
-    zero, theta = torch.zeros_like(slab), logit.sigmoid()
+    zero = torch.zeros_like(slab)
     in_slab = theta.log() + Normal(zero, 1 / slab).log_prob(scale)
     in_spike = (1 - theta).log() + Normal(zero, torch.full_like(slab, 1 / epsilon)).log_prob(scale)
     return torch.logaddexp(in_slab, in_spike)
@@ -142,16 +160,16 @@ def stein_direction(
 
 
 def step(
-    state: State, network: Network, c: Settings, x: Tensor, y: Tensor, z: list[Tensor], *, lr: float, ramp: float,
+    state: State, network: Network, c: Settings, x: Tensor, y: Tensor, gates: Gates, *, lr: float, ramp: float,
     soft: bool, teacher: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """One update of every particle from a batch (x, y), given its gates z (relaxed where `soft`).
+    """One update of every particle from a batch (x, y), given its gates, which learn while they are `soft`.
 
     `teacher` (B, C) holds the logits of a network that teaches; n > 1 particles without one are taught by their mean.
     """
     n, discrete = len(state.weights), state.keep is not None
     free = [{name: w.clone().requires_grad_() for name, w in theta.items()} for theta in state.weights]
-    outputs = [network.forward(theta, x, gate) for theta, gate in zip(free, z, strict=True)]
+    outputs = [network.forward(theta, x, gate) for theta, gate in zip(free, gates.z, strict=True)]
     temperature = c.teacher_temperature
     teachers = outputs if teacher is None else [teacher]
     taught = torch.stack([(output / temperature).softmax(1) for output in teachers]).mean(0).detach()
@@ -170,14 +188,17 @@ def step(
         prior, energy = torch.zeros(1, dtype=x.dtype), torch.zeros((), dtype=x.dtype)
         if not discrete:
             scale, slab = network.scales(theta), _at_units(state.log_slab[i], network).exp()
-            prior = log_prior(scale, state.logits[i], slab, c.epsilon)
-            slab_part, spike_part = _responsible(scale, state.logits[i], slab, c.epsilon)
+            known = gates.z[i].detach() if gates.sure else gates.theta[i]
+            prior = log_prior(scale, known, slab, c.epsilon)
+            if gates.sure and soft:  # lambda follows the gates as they are, and the gates their theta
+                prior = prior + log_prior(scale.detach(), gates.theta[i], slab.detach(), c.epsilon)
+            slab_part, spike_part = _responsible(scale, known, slab, c.epsilon)
             score = [s + c.strength * g for s, g in zip(score, _gradients(slab_part.sum(), names), strict=True)]
             # the spike's score is linear in a coordinate, -pull times it: its stiff pull is taken implicitly below
             spike_scores = _gradients(spike_part.sum(), names)
             spikes.append([-g / w.detach() for g, w in zip(spike_scores, names, strict=True)])
         if soft:
-            cost = network.cost(state.logits[i].sigmoid())
+            cost = network.cost(gates.counted[i])
             gap = cost - ramp
             constrained = state.multiplier[i] * cost + c.leverage * c.gap_penalty * gap**2
             energy, gaps[i] = (constrained, gap.detach()) if c.budget else (c.sparsity * cost, 0.0)
@@ -186,16 +207,18 @@ def step(
         scores.append(score)
     _learn_latents(state, c, total, noise, soft=soft)
     if soft and c.budget:
-        state.multiplier = state.multiplier + c.leverage * c.dual_step * gaps
+        state.multiplier = (state.multiplier + c.leverage * c.dual_step * gaps).clamp(
+            min=0.0 if gates.sure else -math.inf
+        )
     _update(state, network, c, losses, scores, lr)
     for theta, pulls in zip(state.weights, spikes, strict=False):
         for name, pull in zip(theta, pulls, strict=True):  # summed up to 1 / (1 - momentum), as the velocity would
             theta[name] = theta[name] / (1 + lr * c.beta * c.strength / (n * (1 - c.momentum)) * pull)
 
 
-def _responsible(scale: Tensor, logit: Tensor, slab: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def _responsible(scale: Tensor, theta: Tensor, slab: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """(U,) -> (U,), (U,): log N of slab and spike by responsibility; their gradients add up to equation 10's."""
-    theta, zero = logit.sigmoid(), torch.zeros_like(slab)
+    zero = torch.zeros_like(slab)
     in_slab = Normal(zero, 1 / slab).log_prob(scale)
     in_spike = Normal(zero, torch.full_like(slab, 1 / epsilon)).log_prob(scale)
     r = torch.stack([theta.log() + in_slab, (1 - theta).log() + in_spike]).softmax(0).detach()

@@ -98,15 +98,18 @@ class Latents:
             return
         cost, dtype = getattr(self._gating, self.budget), self.logits.dtype
         price = (cost.price / cost.dense).to(dtype)
-        room = ramp - (1 - price.sum())
         low, high = self.logits.amin(1, keepdim=True) - 1, self.logits.amax(1, keepdim=True)
         for _ in range(THRESHOLD_STEPS):
             middle = (low + high) / 2
-            fits = ((self.logits > middle).to(dtype) @ price)[:, None] <= room
+            fits = ((self.logits <= middle).to(dtype) @ price)[:, None] >= 1 - ramp  # what is shut saves enough
             low, high = torch.where(fits, low, middle), torch.where(fits, middle, high)
         self.threshold.copy_(low)  # where many logits are equal, as they begin, all of them stay open
 
-    def prior_pulls(self, rows: Tensor, z: Tensor, *, soft: bool) -> tuple[Tensor, Tensor]:
+    def _annealed(self, temperature: Tensor) -> Tensor:
+        """(n, U): logits of theta in equation 10; of medians it is annealed as they are."""
+        return self.logits if self.config.draw_gates else (self.logits - self.threshold) / temperature
+
+    def prior_pulls(self, rows: Tensor, z: Tensor, temperature: Tensor, *, soft: bool) -> tuple[Tensor, Tensor]:
         """(n, P) -> the pull of slab and spike on each unit's coordinates, (n, U) each. Sets the slab's gradient.
 
         While gates are open for sure there is no spike. Where a gate z is open or shut it says itself which of both a
@@ -119,9 +122,8 @@ class Latents:
             scores = prior.unit_scores(scales.of(rows), scales.lengths, *parameters)
             pull = self.strength * scales.pulls(rows, scores)
             return pull, torch.zeros_like(pull)
-        logits = self.logits
-        if self.ranked or not soft:
-            logits = torch.where(z > 0.5, torch.inf, -torch.inf)
+        sure = self.ranked or not soft
+        logits = torch.where(z > 0.5, torch.inf, -torch.inf) if sure else self._annealed(temperature)
         terms = self._prior_terms(rows, logits)
         slab_gradient = scales.module_sums(spike_and_slab.log_slab_score(*terms))
         self.d_slab.copy_(slab_gradient).mul_(-self.config.beta * self.strength)
@@ -143,13 +145,11 @@ class Latents:
     def gate_gradient(self, rows: Tensor, z: Tensor, through: Tensor, temperature: Tensor, ramp: Tensor) -> None:
         """Set the logits' gradient from the loss's gradient in the gates z (n, U), the prior and the budget.
 
-        Medians have an annealed theta, sigma(logit / temperature), in the prior too; through gates that are open or
-        shut the gradient passes straight, as if they were medians.
+        Through gates that are open or shut the gradient passes straight, as if they were medians.
         """
         self.logits.grad = self.d_logits
-        logits, slope = self.logits, 1 / temperature
+        logits, slope = self._annealed(temperature), 1 / temperature
         if not self.config.draw_gates:
-            logits = (self.logits - self.threshold) / temperature
             z = logits.sigmoid()
         prior = torch.zeros_like(z)
         if self.other is None:

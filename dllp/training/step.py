@@ -196,7 +196,7 @@ def _advance_under_prior(state: RunState, at: Tensor, z: Tensor, through: Tensor
     """Slab by its score, spike as a proximal step: stable however narrow it is (Section 1, stiffness)."""
     c, rows, lr, learnable = state.config, state.particles.rows, state.knobs[0], state.learnable[at]
     soft = state.phase == "soft"
-    slab, spike = state.latents.prior_pulls(rows, z, soft=soft)
+    slab, spike = state.latents.prior_pulls(rows, z, state.knobs[1], soft=soft)
     pull = slab[..., None] * rows[:, at] * learnable  # minus the slab's score, which has no matrix of its own
     if soft:
         state.latents.gate_gradient(rows, z, through, state.knobs[1], state.knobs[2])

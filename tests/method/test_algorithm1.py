@@ -16,6 +16,7 @@ from dllp.devices.device import cast_like_autocast
 from dllp.method import algorithm1, schedule, spike_and_slab
 from dllp.method.update import compiled_update, correct_rows, update_rows
 from dllp.prepare import make_gating
+from dllp.training import latents
 from dllp.training.particles import Particles
 from dllp.training.state import RunState
 from dllp.training.teacher import Teacher
@@ -33,6 +34,12 @@ from tests.support.tiny import (
     tiny_networks,
     tiny_structure,
 )
+
+
+@pytest.fixture(autouse=True)
+def exact_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many bisections as float64 has use for."""
+    monkeypatch.setattr(latents, "THRESHOLD_STEPS", 70)
 
 
 def compare(config: Config, n: int, steps: int, lane: int = 1, teacher: nn.Module | None = None) -> RunState:
@@ -73,8 +80,8 @@ def test_slab_and_spike_by_responsibility_add_up_to_equation_10() -> None:
     """The explicit and the implicit part of the specification are together the prior's gradient."""
     scale, logit = (torch.randn(40, dtype=torch.float64) for _ in range(2))
     scale, slab = (0.2 * scale).requires_grad_(), torch.rand(40, dtype=torch.float64) + 4
-    parts = algorithm1._responsible(scale, logit, slab, 11.0)
-    (whole,) = torch.autograd.grad(algorithm1.log_prior(scale, logit, slab, 11.0).sum(), scale)
+    parts = algorithm1._responsible(scale, logit.sigmoid(), slab, 11.0)
+    (whole,) = torch.autograd.grad(algorithm1.log_prior(scale, logit.sigmoid(), slab, 11.0).sum(), scale)
     found = [torch.autograd.grad(part.sum(), scale)[0] for part in parts]
     torch.testing.assert_close(sum(found), whole, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(whole, spike_and_slab.score(scale.detach(), logit, slab, 11.0), rtol=1e-10, atol=1e-12)
@@ -92,7 +99,7 @@ def test_the_log_prior_of_a_run_is_the_sum_of_equation_10_over_its_units(granula
     for i, network in enumerate(particles.networks):
         scale = scales_of(dict(network.named_parameters()), granularity)
         slab = state.latents.log_slab[i].exp().repeat_interleave(torch.tensor(gating.scales.lengths))
-        expected = algorithm1.log_prior(scale, state.latents.logits[i], slab, 10.0).sum()
+        expected = algorithm1.log_prior(scale, state.latents.logits[i].sigmoid(), slab, 10.0).sum()
         torch.testing.assert_close(found[i], expected.detach(), rtol=1e-9, atol=1e-9)
 
 

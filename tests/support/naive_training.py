@@ -61,25 +61,41 @@ class Reference:
             for name, part in self.network.slab_part(theta, row).items():
                 velocity[name] = velocity[name] * part
 
-    def gates(self, soft: bool, tau: float) -> list[Tensor]:
-        logits, keep = self.state.logits, self.state.keep
+    def gates(self, soft: bool, tau: float, ramp: float) -> algorithm1.Gates:
+        logits, keep, theta = self.state.logits, self.state.keep, self.state.logits.sigmoid()
         if not soft:
-            return list(torch.ones_like(logits) if keep is None else keep.double())
-        if not self.config.draw_gates:
-            return list(torch.sigmoid(logits / tau))
-        u = torch.rand(logits.shape, generator=self.generator, dtype=torch.float64)
-        return list(torch.sigmoid((logits + torch.log(u / (1 - u))) / tau))
+            z = torch.ones_like(logits) if keep is None else keep.double()
+            return algorithm1.Gates(list(z), list(theta), list(theta), True)
+        if self.config.draw_gates:
+            u = torch.rand(logits.shape, generator=self.generator, dtype=torch.float64)
+            z = torch.sigmoid((logits + torch.log(u / (1 - u))) / tau)
+            return algorithm1.Gates(list(z), list(theta), list(theta), False)
+        if self.config.granularity == "channel" or self.config.keep_flops is None:
+            medians = list(torch.sigmoid(logits / tau))
+            return algorithm1.Gates(medians, medians, medians, False)
+        thresholds = torch.stack([self.threshold(row, ramp) for row in logits.detach()])
+        medians = torch.sigmoid((logits - thresholds) / tau)
+        hard, above = (logits > thresholds).double(), (logits > 0).double()
+        straight = medians - medians.detach()
+        return algorithm1.Gates(list(hard + straight), list(medians), list(above + straight), True)
+
+    def threshold(self, logits: Tensor, ramp: float) -> Tensor:
+        """(U,) -> (1,): just below the smallest logit such that those above it fit the ramp, or below all."""
+        if float(self.network.cost(torch.ones_like(logits))) <= ramp:
+            return logits.min()[None] - 1
+        fitting = (value for value in logits.sort().values if self.network.cost((logits > value).double()) <= ramp)
+        return torch.nextafter(next(fitting), torch.tensor(-torch.inf, dtype=torch.float64))[None]
 
     def step(self, x: Tensor, y: Tensor, *, progress: float, lr: float) -> None:
         c = self.config
         soft = progress >= c.open_until and self.state.keep is None
         tau = schedule.temperature(progress, start=1.0, end=0.1, until=c.discrete_at)
         ramp = schedule.budget_ramp(progress, target=c.keep_flops or 1, begin=c.open_until, until=c.ramp_until)
-        z = self.gates(soft, tau)
+        gates = self.gates(soft, tau, ramp)
         taught = c.teacher != "off" and progress >= c.teacher_from
         settings = self.settings if taught else replace(self.settings, teacher_weight=0.0)
         logits = None if self.teacher is None else copy.deepcopy(self.teacher).eval()(x).detach()
-        algorithm1.step(self.state, self.network, settings, x, y, z, lr=lr, ramp=ramp, soft=soft, teacher=logits)
+        algorithm1.step(self.state, self.network, settings, x, y, gates, lr=lr, ramp=ramp, soft=soft, teacher=logits)
 
 
 def blocks(theta: algorithm1.Weights, kind: str) -> tuple[int, ...]:
