@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 from dllp import notebook
 from dllp.config import SPIKE_AND_SLAB, Config
-from dllp.data import StreamBatches
+from dllp.data import ArrayData, Dataset, StreamBatches
+from dllp.data import load as load_data
 from dllp.devices.device import environment, undisturbed
 from dllp.devices.mesh import Place
 from dllp.devices.ranks import Ranks
@@ -146,11 +148,13 @@ def prune(
             arguments, and all get the same result; `config.parallel` says what they share.
         teacher: A network with the same outputs that teaches in place of `model` where `config.teacher` is `given`.
         validation: Data to measure on just before the gates are decided, just after, and at the end
-            (`result.info["moments"]`); no step sees it. Of a data set by name its test set.
+            (`result.info["moments"]`); no step sees it. By default a data set's own test set, where it is in memory.
     """
     config, ranks = _resolved(config, checkpoints), ranks or Ranks()
     if config.prior != SPIKE_AND_SLAB and config.budget[1] is None and not config.sparsity:
         raise ConfigError(f"prior = {config.prior} closes no gate by itself: give keep_flops, keep_params or sparsity")
+    if isinstance(data, str | os.PathLike):
+        data = load_data(os.fsdecode(data))
     channels = config.granularity == "channel"
     batches, example, structure = ranks.together(
         lambda: prepare(model, data, config, filter_fn, ranks, channels=channels)
@@ -160,6 +164,8 @@ def prune(
         raise StructureError(f"the network has no channels that can be pruned ({reasons}): {WEIGHTS_INSTEAD}")
     place = _placed(ranks, config, batches, model, example)
     master = make_teacher(model, teacher, config, batches.device, example)
+    if validation is None and isinstance(data, Dataset) and isinstance(data.test, ArrayData):
+        validation = data.test
     measured = None if validation is None else evaluation_batches(validation, batches.device)
 
     def build(place: Place) -> RunState:

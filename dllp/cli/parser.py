@@ -279,7 +279,7 @@ examples:
   dllp prune --data photos --model my_package.nets:trained --keep-params 0.3 --epochs 30 --out runs/mine
       images in photos/train/<class>/ and photos/test/<class>/, a trained network from your own function
   dllp prune --data imagenet --image-size 224 --workers 16 --model resnet50 --init resnet50.safetensors \\
-             --preset short --keep-flops 0.34 --out runs/imagenet
+             --keep-flops 0.34 --out runs/imagenet
       a folder of any size, decoded by 16 processes; trained weights, and the schedule of a short run
   dllp prune --config runs/demo/config.yaml --out runs/again
       the same run once more; options beside --config win over the file
@@ -292,8 +292,8 @@ examples:
 
 defaults (*): digits has 30 epochs; fewer than 10,000 training examples are taken in batches of 64; floating-point
 targets make a regression; a network by name starts fresh, one of your own as it is given, and `--init FILE` starts from
-trained weights. `--preset paper` and `--preset short` bring their own epochs, rates and start. Names may be written
-with dashes or underscores, here and in files."""
+trained weights, by the schedule for them (`--preset short`). Presets bring their own epochs, rates and start. Names may
+be written with dashes or underscores, here and in files."""
 EVALUATE = """examples:
   dllp evaluate runs/demo
   dllp evaluate runs/demo --corrupt gaussian-blur:1,2,3 sharpen noise:0.1 --json robustness.json

@@ -113,6 +113,8 @@ def prepared(ranks: Ranks, task: Task, values: dict[str, Any], report: Report | 
         sizes = config.outputs(data.num_classes), data.in_channels, data.image_size
         model = build_network(task, *sizes, config.seed)
         new_head = pretrained.start(model, Path(task.weights)) if task.weights else []
+        if new_head:  # what has a new last layer teaches nothing
+            config = replace(config, teacher="off")
         return data, config, model, new_head
 
     return ranks.together(work)
@@ -157,6 +159,11 @@ class _Pruning:
         data, config, model, new_head = prepared(self.ranks, self.task, values, self.leave_out, quiet)
         for text in new_head:
             progress.warn(text)
+        if self.task.short and self.task.preset is None and not quiet:
+            taught = ", with those as teacher" if config.teacher == "given" else ""
+            print(
+                f"the schedule for trained weights{taught}: {config.epochs} epochs (--preset default for the long one)"
+            )
         device = find_device(config.device)
         self.task = task = self.task.anchored()
         self.text = settings.write(task, config)

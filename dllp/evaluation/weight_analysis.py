@@ -42,7 +42,17 @@ def analyze(result: Result, particle: int = 0, dense: nn.Module | None = None) -
         raise ArtifactError("the run holds no convolution or linear weights: there is nothing to analyse")
     reference = weights(dense if dense is not None else chosen.reference)
     named = {"particle": particle + 1, "granularity": result.config.granularity, "weights": "M_0 before, M_p kept"}
-    return {**named, "reference": "M_0" if dense is None else "dense", **study(parts, reference)}
+    named |= {"reference": "M_0" if dense is None else "dense", "moments": _moments(result.info, particle)}
+    return {**named, **study(parts, reference)}
+
+
+def _moments(info: Mapping[str, Any], particle: int) -> list[dict[str, Any]]:
+    """One particle's accuracy, negative log-likelihood and kept weights around the decision and at the end."""
+    found = []
+    for moment in info.get("moments", []):
+        scores = {name: moment[name] and moment[name][particle] for name in ("accuracy", "nll")}
+        found.append({"name": moment["name"], **scores, **(moment["shapes"][particle] or {})})
+    return found
 
 
 def weights(network: nn.Module) -> dict[str, Array]:
@@ -141,8 +151,25 @@ def text(report: Mapping[str, Any]) -> str:
         "ones, have no row.",
     )
     return "\n".join(
-        [*lines, "", *_tail_text(tails(report["layers"])), *(textwrap.fill(note, WIDTH) for note in notes)]
+        [
+            *lines,
+            "",
+            *_moments_text(report["moments"]),
+            *_tail_text(tails(report["layers"])),
+            *(textwrap.fill(note, WIDTH) for note in notes),
+        ]
     )
+
+
+def _moments_text(moments: Sequence[Mapping[str, Any]]) -> list[str]:
+    rows = []
+    for moment in moments:
+        accuracy = "" if moment["accuracy"] is None else f"accuracy {moment['accuracy']:.2%}, NLL {moment['nll']:.4f}"
+        shape = ""
+        if "ks" in moment:
+            shape = f"near zero {moment['near_zero']:.2f}, KS {moment['ks']:.3f}, dip p {moment['dip_p']:.2f}"
+        rows.append(f" {moment['name']:<6}  {'; '.join(filter(None, (shape, accuracy)))}")
+    return ["kept weights before and after the gates were decided, and at the end:", *rows, ""] if rows else []
 
 
 def _tail_text(tail: Mapping[str, Any] | None) -> list[str]:

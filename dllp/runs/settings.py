@@ -36,8 +36,8 @@ class Task:
         model: A network's name, or package.module:factory, called without arguments.
         weights: Trained weights to start from, .safetensors or .pt, read without running any code of theirs;
             `--init FILE` is the same.
-        preset: `default`, the `paper`'s own setting, or `short` for 5 to 20 epochs from trained weights; single
-            options still win.
+        preset: The `paper`'s own setting, `short` for 5 to 60 epochs from trained weights with those as teacher, or
+            `default`; by default `short` where a file of weights is given. Single options still win.
         data_root: Folder in which `cifar10` is looked for.
         image_size: Side to which images of class folders and shards are resized; other data are taken as they are.
         augment: Augmentation of training images; by default crop-flip for colour images in memory, resized-crop for
@@ -55,7 +55,7 @@ class Task:
     data: str = "digits"
     model: str = "small_cnn"
     weights: str | None = None
-    preset: Literal["default", "paper", "short"] = "default"
+    preset: Literal["default", "paper", "short"] | None = None
     data_root: str | None = None
     image_size: int | None = None
     augment: Literal["none", "crop-flip", "resized-crop"] | None = None
@@ -83,6 +83,11 @@ class Task:
         """The network comes from an import."""
         return ":" in self.model
 
+    @property
+    def short(self) -> bool:
+        """The run has the schedule for trained weights."""
+        return self.preset == "short" or (self.preset is None and self.weights is not None and self.method == DLLP)
+
     def anchored(self) -> Task:
         """The same, its folders by absolute paths: it can be read from anywhere."""
         found = {name: getattr(self, name) for name in ("data", "data_root")}
@@ -99,10 +104,12 @@ class Task:
                 raise ConfigError("weights are given, but init = fresh would throw them away: leave out one of them")
         if self.preset == "paper":
             return Config.paper(**(suited | dict(values)))
-        short = self.preset == "short"
+        short = self.short
         if not self.is_code and not self.weights:
             if short:
                 raise ConfigError("preset = short starts from trained weights: give --init FILE, or a network of yours")
+            if values.get("teacher") == "given" and self.method == DLLP:
+                raise ConfigError("teacher = given needs a trained network: give --init FILE, or a network of yours")
             suited["init"] = "fresh"  # a network by name has no weights worth starting from
         if self.data == "digits" and not short:
             suited["epochs"] = 30

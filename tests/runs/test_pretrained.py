@@ -166,8 +166,9 @@ def test_a_run_starts_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     torch.manual_seed(3)
     trained = build("small_cnn", 10, 1, image_size=8)
     save_file(state(trained), "trained.safetensors")
-    words = ["prune", *FAST, "--quiet", "--out", "run", "--preset", "short", "--init", "trained.safetensors"]
+    words = ["prune", *FAST, "--out", "run", "--init", "trained.safetensors"]
     assert main([*words, "--lr", "1e-9", "--lr-end", "0"]) == 0
+    assert "the schedule for trained weights, with those as teacher" in capsys.readouterr().out
     settings = yaml.safe_load(Path("run/config.yaml").read_text())
     assert settings["weights"] == str(tmp_path / "trained.safetensors") and settings["init"] == "given"
     assert settings["discrete_at"] == dllp.Config.short().discrete_at and settings["batch_size"] == 128
@@ -186,6 +187,7 @@ def test_a_new_head_is_compared_with_a_trained_network(tmp_path: Path, monkeypat
     save_file(state(build("small_cnn", 7, 1, image_size=8)), "other.safetensors")
     assert main(["prune", *FAST, "--quiet", "--out", "run", "--init", "other.safetensors"]) == 0
     assert "starts new" in capsys.readouterr().err
+    assert yaml.safe_load(Path("run/config.yaml").read_text())["teacher"] == "off", "a new head teaches nothing"
     lines = Path("run/log.jsonl").read_text()
     assert '"training": "dense"' in lines
 
@@ -198,4 +200,14 @@ def test_contradictions() -> None:
     assert Task(weights="a.pt", preset="paper").config({}).init == "given"
     assert Task(model="nets:trained", preset="short").config({"epochs": 5}).epochs == 5
     short = dllp.Config.short(keep_flops=0.5)
-    assert short.lr < dllp.Config().lr and short.open_until < dllp.Config().open_until and short.init == "given"
+    assert short.discrete_at < dllp.Config().discrete_at and short.open_until < dllp.Config().open_until
+    assert (short.init, short.teacher) == ("given", "given")
+
+
+def test_given_weights_choose_their_schedule() -> None:
+    assert Task(weights="a.pt").config({}) == dllp.Config.short()
+    assert Task(weights="a.pt", preset="default").config({}) == dllp.Config(init="given", epochs=30)  # digits
+    assert Task(weights="a.pt", method="fpgm").config({}).teacher == "off"
+    with pytest.raises(ConfigError, match="teacher = given needs a trained network: give --init FILE"):
+        Task().config({"teacher": "given"})
+    assert Task(method="fpgm").config({"teacher": "given"}).teacher == "given"  # its own trained network teaches
