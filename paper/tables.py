@@ -344,7 +344,7 @@ def _controls(network: str, removed: str, masked: Mapping[str, Sequence[Mask]]) 
 
 def letter(network: str, **budget: float | None) -> dict[str, Any]:
     """Changes of a recipe for single weights to the paper's letter: one kernel, decided after the last step."""
-    ours, theirs = recipe(network, "weight"), Config.paper(granularity="weight", blocks="all", discrete_at=1.0)
+    ours, theirs = recipe(network, "weight"), Config.paper()
     names = [f.name for f in fields(Config) if getattr(ours, f.name) != getattr(theirs, f.name)]
     return {name: getattr(theirs, name) for name in names} | budget
 

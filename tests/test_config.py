@@ -188,7 +188,8 @@ def test_round_trip_through_json(config: Config) -> None:
 def test_the_papers_own_setting() -> None:
     config = Config.paper(keep_flops=0.45)
     assert (config.lr, config.lr_end, config.batch_size, config.epochs, config.beta) == (0.1, 0.001, 512, 60, 0.1)
-    assert (config.likelihood, config.bandwidth, config.init) == ("gaussian", "paper", "fresh")
+    assert (config.likelihood, config.bandwidth, config.blocks, config.init) == ("gaussian", "paper", "all", "fresh")
+    assert (config.granularity, config.draw_gates, config.discrete_at) == ("weight", True, 1.0)
     assert config.keep_flops == 0.45 and Config.paper(epochs=2).epochs == 2
 
 
@@ -210,6 +211,7 @@ def test_retired_options_are_the_constants_that_runs_use(granularity: Any) -> No
         "jitter": particles.JITTER, "gate_logit": gates.INITIAL_LOGIT, "lr_scales": latents.LR_SCALES,
         "tau_start": schedule.TAU_START, "tau_end": schedule.TAU_END, "polarization": other_priors.POLARIZATION,
         "dual_step": budget.DUAL_STEP[granularity], "gap_penalty": budget.GAP_PENALTY[granularity],
+        "mean_weight": 0.0, "prior_strength": "bayes", "slab_decay": False,  # of parts that are gone
     }  # fmt: skip
     assert {name: values[granularity] for name, values in config.RETIRED.items()} == used
     stored = Config(granularity=granularity).as_dict() | used

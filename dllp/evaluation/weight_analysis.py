@@ -154,7 +154,7 @@ def text(report: Mapping[str, Any]) -> str:
         [
             *lines,
             "",
-            *_moments_text(report["moments"]),
+            *_moments_text(report.get("moments", ())),
             *_tail_text(tails(report["layers"])),
             *(textwrap.fill(note, WIDTH) for note in notes),
         ]

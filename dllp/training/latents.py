@@ -46,6 +46,7 @@ class Latents:
         self.multiplier = rows.new_zeros(n)
         self.gap = rows.new_zeros(n)
         self.threshold = rows.new_zeros(n, 1)  # logits above it are open
+        self.ran = rows.new_ones(n)  # cost of the gates that the last step ran with, where there is a threshold
         self.keep: Tensor | None = None  # (n, U) bool, once the gates are discrete
         self.d_logits, self.d_slab, self.d_noise = (torch.zeros_like(t) for t in self.learned)
         self.log_slab.grad, self.log_d.grad = self.d_slab, self.d_noise  # the logits' comes when they start to learn
@@ -85,7 +86,9 @@ class Latents:
         """(n, U) relaxed gates: medians, or with noise that every process draws for all particles."""
         self.set_threshold(ramp)
         if self.ranked:
-            return gates.discretise(self.logits - self.threshold).to(self.logits.dtype)
+            z = gates.discretise(self.logits - self.threshold).to(self.logits.dtype)
+            self.ran.copy_(self._fraction(z))
+            return z
         if not self.config.draw_gates:
             return gates.median(self.logits, temperature)
         shape, device, dtype = (self.place.particles, self.logits.shape[1]), self.logits.device, self.logits.dtype
@@ -215,6 +218,7 @@ class Latents:
         """Hold the decisions (n, U): from here on only the noise learns."""
         self.logits.grad = self.log_slab.grad = None
         self.keep = keep
+        self.set_threshold(self.target or 1.0)
 
     @property
     def theta(self) -> Tensor:
@@ -225,7 +229,7 @@ class Latents:
         """(n,) expected (soft) or true (discrete) cost over the dense cost; of a threshold that of the open gates."""
         if self.gating is None:
             return torch.ones_like(self.log_d)
-        return self._fraction((self.theta > 0.5).to(self.logits.dtype) if self.ranked else self.theta)
+        return self.ran if self.ranked and self.keep is None else self._fraction(self.theta)
 
     def undecided(self) -> Tensor:
         """(n,) share of gates whose probability is neither below 5% nor above 95%."""

@@ -78,7 +78,7 @@ def step(state: RunState, x: Tensor, y: Tensor) -> None:
     with torch.no_grad():
         if state.penalty is not None:
             particles.gradients.add_(state.penalty(particles.rows))
-        total = particles.gradients.sum() + through.sum() + latents.d_noise.sum()
+        total = particles.gradients.sum() + through.sum() + latents.d_noise.sum() + latents.logits.sum()
         state.healthy &= torch.isfinite(state.place.rows.all_reduce_(total))  # NaN and infinity survive every sum
         if state.gating is not None and latents.keep is None:
             _advance_under_prior(state, state.gating.scales.coordinates, z, through)

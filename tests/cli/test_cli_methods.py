@@ -71,7 +71,7 @@ def test_a_stopped_run_of_another_method_goes_on(tmp_path: Path, monkeypatch: py
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "sparse", lambda gated: broken)
+        patch.setattr(run, "masked", lambda masks: broken)
         assert main(["prune", *words, "--out", str(stopped)]) == 2
     assert not (stopped / "run.json").exists()
     assert main(["prune", "--resume", "--out", str(stopped), "--quiet"]) == 0

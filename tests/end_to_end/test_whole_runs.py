@@ -71,7 +71,7 @@ def test_the_budget_is_met_and_the_ramp_followed(granularity: str, budget: str) 
         linear = [m for m in particle.network.modules() if isinstance(m, nn.Linear)]
         assert size.macs == pytest.approx(sum(int((m.weight != 0).sum()) for m in linear), abs=0.5)
         assert size.params == sum(int((p != 0).sum()) for p in particle.network.parameters())
-    assert max(gaps) < 0.25 and sum(gaps) / len(gaps) < 0.06 and max(gaps[-5:]) < 0.04
+    assert max(gaps) < 0.25 and sum(gaps) / len(gaps) < 0.08 and max(gaps[-5:]) < 0.04
 
 
 @pytest.mark.parametrize("granularity", ["channel", "weight"])
@@ -119,14 +119,15 @@ def test_slabs_fit_the_scales_in_an_ordinary_run(granularity: str, monkeypatch: 
     assert (slab > 0.999 * low).all() and (slab < 0.9 * high).all()
 
 
-def test_the_multiplier_holds_the_network_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prior that would prune everything: the two-sided multiplier goes negative and the target is kept."""
+@pytest.mark.parametrize("drawn", [True, False])
+def test_the_budget_holds_the_network_up(monkeypatch: pytest.MonkeyPatch, drawn: bool) -> None:
+    """A prior that would prune everything: the multiplier of drawn gates goes negative, others have a threshold."""
     monkeypatch.setattr(gates, "INITIAL_LOGIT", 1.0)
     monkeypatch.setitem(budget.DUAL_STEP, "weight", 0.1)
     monkeypatch.setitem(budget.GAP_PENALTY, "weight", 10.0)
     config = quick(
         granularity="weight", beta=4.0, epsilon=300.0, epochs=30, keep_flops=0.6, lr=0.005,
-        lr_gates=0.1, discrete_at=0.8, ramp_until=0.4,
+        lr_gates=0.1, discrete_at=0.8, ramp_until=0.4, draw_gates=drawn,
     )  # fmt: skip
     costs: list[float] = []
 
@@ -136,7 +137,7 @@ def test_the_multiplier_holds_the_network_up(monkeypatch: pytest.MonkeyPatch) ->
 
     held = dllp.prune(convolutional(), pictures(), config, on_step=watch)
     assert min(costs) > 0.4 and abs(costs[-1] - 0.6) < 0.15
-    assert all(mu < 0 for mu in held.history[-1]["multiplier"])
+    assert all(mu < 0 if drawn else mu >= 0 for mu in held.history[-1]["multiplier"])
     assert all(0.595 <= size.macs / held.dense.macs <= 0.6 for size in held.sizes)
     costs.clear()
     fallen = dllp.prune(convolutional(), pictures(), replace(config, keep_flops=None, sparsity=0.0), on_step=watch)

@@ -198,5 +198,8 @@ def test_a_prior_is_of_sizes(name: str) -> None:
     rows[:, at] = torch.rand(len(rows), len(at)) + 0.1
     other = rows.clone()
     other[:, at[::3]] *= -1
-    torch.testing.assert_close(belief.prior_pulls(other)[0], belief.prior_pulls(rows)[0])
+    gates = torch.ones_like(belief.logits), torch.ones(())
+    torch.testing.assert_close(
+        belief.prior_pulls(other, *gates, soft=True)[0], belief.prior_pulls(rows, *gates, soft=True)[0]
+    )
     torch.testing.assert_close(belief.log_prior(other), belief.log_prior(rows))

@@ -107,7 +107,7 @@ def test_it_does_not_weigh_the_residuals_it_is_fitted_to() -> None:
     x = torch.randn(400, 6)
     y = (x @ torch.randn(6, 3)).argmax(1)
     network = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3 + 1))
-    options = {"keep_flops": 0.5, "epochs": 30, "batch_size": 40, "init": "fresh", "device": "cpu"}
+    options = {"keep_flops": 0.5, "epochs": 30, "batch_size": 40, "lr": 0.01, "init": "fresh", "device": "cpu"}
     config = dllp.Config(noise="input", likelihood="gaussian", beta=1.0, **options)  # type: ignore[arg-type]
     answers = dllp.prune(network, (x, y), config).posterior.predict(x)
     assert float((answers.mean.argmax(1) == y).double().mean()) > 0.9
