@@ -166,7 +166,7 @@ def prune(
     master = make_teacher(model, teacher, config, batches.device, example)
     if validation is None and isinstance(data, Dataset) and isinstance(data.test, ArrayData):
         validation = data.test
-    measured = None if validation is None else evaluation_batches(validation, batches.device)
+    measured = None if validation is None else evaluation_batches(validation, batches.device, example)
 
     def build(place: Place) -> RunState:
         particles = Particles.start(model, config, batches.device, place.own)

@@ -102,7 +102,9 @@ def as_batches(data: Data, config: Config, device: torch.device) -> Source:
     return Batches(data, config.batch_size, config.seed, device, channels_last, integers=True)
 
 
-def evaluation_batches(data: Data, device: torch.device) -> Callable[[], Iterator[tuple[Tensor, Tensor]]]:
+def evaluation_batches(
+    data: Data, device: torch.device, example: Tensor
+) -> Callable[[], Iterator[tuple[Tensor, Tensor]]]:
     """The user's data as inputs and labels on the device, as they are evaluated: not augmented, in their own order."""
     if isinstance(data, str | os.PathLike):
         data = load(os.fsdecode(data))
@@ -119,6 +121,9 @@ def evaluation_batches(data: Data, device: torch.device) -> Callable[[], Iterato
             yield x.to(device), split.y[done : done + len(x)].to(device)
             done += len(x)
 
+    shape, wanted = tuple(next(walk())[0].shape[1:]), tuple(example.shape[1:])
+    if shape != wanted:
+        raise DataError(f"validation inputs of shape {shape}, but those of training have {wanted}: both must agree")
     return walk
 
 

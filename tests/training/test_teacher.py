@@ -1,0 +1,78 @@
+"""A teacher beside the labels: whom the particles follow, and which teachers are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dllp
+from dllp.errors import ConfigError, DataError, StructureError
+
+OPTIONS: dict[str, Any] = dict(keep_flops=0.6, epochs=20, batch_size=32, lr=0.05, warmup=0, device="cpu")
+
+
+class Always(nn.Module):
+    """The same answer to everything, by parameters that a run may not change."""
+
+    def __init__(self, answer: Tensor) -> None:
+        super().__init__()
+        self.answer = nn.Parameter(answer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.answer.expand(len(x), -1)
+
+
+def table(classes: bool = True) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(128, 4, generator=generator)
+    return x, ((x[:, 0] > 0).long() if classes else x[:, :1])
+
+
+def network(outputs: int) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, outputs))
+
+
+@pytest.mark.parametrize("verb", [dllp.prune, dllp.train_dense])
+def test_particles_follow_a_teacher_that_weighs_more_than_the_labels(verb: Any) -> None:
+    teacher = Always(torch.tensor([3.0, 0.0, 1.0]))
+    config = dllp.Config(**OPTIONS, teacher="given", teacher_weight=0.99, teacher_temperature=1.0)
+    result = verb(network(3), table(), config, teacher=teacher)
+    found = result.posterior.predict(table()[0]).mean.mean(0)
+    torch.testing.assert_close(found, torch.tensor([3.0, 0.0, 1.0]).softmax(0), atol=0.05, rtol=0)
+    assert torch.equal(teacher.answer.detach(), torch.tensor([3.0, 0.0, 1.0])), "it is frozen"
+    assert teacher.answer.requires_grad, "and left as it was"
+
+
+def test_a_regression_follows_its_teachers_outputs() -> None:
+    config = dllp.Config(**OPTIONS, task="regression", teacher="given", teacher_weight=0.99)
+    result = dllp.prune(network(1), table(classes=False), config, teacher=Always(torch.tensor([7.0])))
+    assert float(result.posterior.predict(table()[0]).mean.mean()) == pytest.approx(7.0, abs=0.3)
+
+
+def test_the_given_network_teaches_by_default_and_begins_when_it_is_asked_to() -> None:
+    """Before `teacher_from` the steps are those without a teacher, to the last bit."""
+    given, steps = network(2), {}
+    for name, changes in {"off": {}, "late": {"teacher": "given", "teacher_from": 0.5}}.items():
+        rows: list[Tensor] = []
+        config = dllp.Config(**OPTIONS, **changes)  # type: ignore[arg-type]
+        dllp.prune(given, table(), config, on_step=lambda run, rows=rows: rows.append(run.particles.rows.clone()))
+        steps[name] = rows
+    half = len(steps["off"]) // 2
+    equal = [torch.equal(a, b) for a, b in zip(steps["off"], steps["late"], strict=True)]
+    assert all(equal[:half]) and not any(equal[half + 1 :])
+
+
+def test_teachers_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(StructureError, match="the teacher gives 3 outputs where the network gives 2: both must agree"):
+        dllp.prune(network(2), table(), dllp.Config(**OPTIONS, teacher="given"), teacher=Always(torch.zeros(3)))
+    with pytest.raises(ConfigError, match="a teacher is handed over, but teacher = off"):
+        dllp.prune(network(2), table(), dllp.Config(**OPTIONS), teacher=Always(torch.zeros(2)))
+
+
+def test_validation_that_does_not_fit_is_refused_before_training() -> None:
+    with pytest.raises(DataError, match=r"validation inputs of shape \(5,\), but those of training have \(4,\)"):
+        dllp.prune(network(2), table(), dllp.Config(**OPTIONS), validation=(torch.zeros(3, 5), torch.zeros(3).long()))
