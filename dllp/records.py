@@ -58,7 +58,7 @@ class Moment:
 
     name: MomentName
     step: int
-    shapes: list[dict[str, Any] | None]
+    shapes: list[dict[str, float] | None]
     accuracy: list[float] | None = None
     nll: list[float] | None = None
     ensemble: dict[str, float] | None = None

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from dllp.errors import ArtifactError
+from dllp.files import typed
 from dllp.method.weight_laws import near_zero_ratio
-from dllp.records import Recipe
+from dllp.records import Moment, Recipe
 from dllp.report import figures
 from dllp.report.contents import Run
 from dllp.report.figures import BLUE, ORANGE, ROW, VERMILION, Plot, Section, Trace, axis, names_axis, plain, short
-from dllp.report.page import definitions, folded
+from dllp.report.page import definitions, folded, table
 from dllp.runs.folder import RUN
 from dllp.runs.tensors import INDEX, VALUE, check_finite, read_tensors
 
@@ -75,6 +76,7 @@ def histograms(run: Run) -> Section | None:
         "weights", "Weights",
         lead="A lossless cut leaves weights that look like those of a network that never was pruned: a Gaussian with "
         "its middle in place. Removing by magnitude leaves a hole at zero instead.",
+        markup=_moments(run),
         plots=(
             Plot(
                 "histograms", "Slab and spike of a layer, particle 1",
@@ -99,6 +101,22 @@ def histograms(run: Run) -> Section | None:
             ),
         ),
     )  # fmt: skip
+
+
+MOMENTS = {"before": "before the decision", "after": "after the decision", "end": "at the end"}
+
+
+def _moments(run: Run) -> str:
+    """Accuracy and shape of the kept weights around the decision, one row for each particle; empty for older runs."""
+    heads = ("", "accuracy", "NLL", "near zero", "KS distance", "p of one mode")
+    rows = []
+    for moment in typed(list[Moment], run.info.get("moments", []), run.folder / RUN):
+        for i, shape in enumerate(moment.shapes):
+            each = [values[i] if values and i < len(values) else None for values in (moment.accuracy, moment.nll)]
+            kept = [shape.get(name) if shape else None for name in ("near_zero", "ks", "dip_p")]
+            numbers = ["–" if value is None else f"{value:.3f}" for value in (*each, *kept)]
+            rows.append((f"{MOMENTS[moment.name]}, particle {i + 1}", *numbers))
+    return table(heads, rows) if rows else ""
 
 
 def histogram(layer: Layer) -> list[Trace]:

@@ -32,7 +32,7 @@ def measure(state: RunState, name: MomentName, keep: Tensor | None = None) -> No
     state.moments.append(Moment(name, state.step_index, shapes=shapes, **scores))
 
 
-def _shapes(state: RunState, keep: Tensor | None) -> list[dict[str, float | int] | None]:
+def _shapes(state: RunState, keep: Tensor | None) -> list[dict[str, float] | None]:
     """Near zero, KS distance and dip of each particle's kept weights, every layer standardised; None without any."""
     gating, particles, latents = state.gating, state.particles, state.latents
     if gating is None:
@@ -54,7 +54,7 @@ def _shapes(state: RunState, keep: Tensor | None) -> list[dict[str, float | int]
     return found
 
 
-def _figures(kept: np.ndarray) -> dict[str, float | int] | None:
+def _figures(kept: np.ndarray) -> dict[str, float] | None:
     some = weight_laws.thinned(kept, weight_laws.SAMPLE)
     shape = weight_laws.describe(some, fits=False)
     if shape is None:

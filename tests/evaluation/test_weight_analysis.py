@@ -154,7 +154,8 @@ def test_the_command_reads_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFi
     short = ["--particles", "1", "--epochs", "1", "--keep-params", "0.5", "--granularity", "weight", "--quiet"]
     assert main(["prune", "--out", str(out), *short]) == 0
     assert main(["analyze", str(out), "--json", str(target)]) == 0
-    assert "near zero" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "near zero" in shown and "kept weights before and after the gates were decided, and at the end" in shown
     report = json.loads(target.read_text())
     assert report["reference"] == "dense" and report["layers"]["conv2"]["kept"]["count"] > 0
     assert main(["analyze", str(out), "--particle", "2"]) == 2

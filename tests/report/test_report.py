@@ -45,7 +45,7 @@ def test_the_page_holds_everything(report_page: str) -> None:
         shown
     )
     assert report_page.count('<img src="data:image/png;base64,') == 2 * trust.SHOWN
-    for word in ("Budget: keep 30.0% of the FLOPs", "dllp prune", "particle 2"):
+    for word in ("Budget: keep 30.0% of the FLOPs", "dllp prune", "particle 2", "after the decision, particle 1"):
         assert word in report_page
 
 
