@@ -17,6 +17,8 @@ from dllp.method.other_priors import POLARIZATION, PRIORS, Prior
 from dllp.records import GATE_BINS
 from dllp.training.gating import ChannelGating, WeightGating
 
+UNEQUAL = 1e-3
+"""Standard deviation of the noise on the first logits of gates with a threshold: less than a step of Adam."""
 THRESHOLD_STEPS = 24
 """Bisections for the threshold of the logits: to 1e-6 of their range."""
 LR_SCALES = 0.01
@@ -56,6 +58,10 @@ class Latents:
         self.generator = torch.Generator(device).manual_seed(config.seed)
         self.budget: Counted
         self.budget, self.target = config.budget
+        if self.ranked:  # equal gates would open and shut together
+            own = torch.Generator().manual_seed(config.seed)
+            noise = torch.randn(place.particles, units, generator=own, dtype=rows.dtype)
+            self.logits.add_(place.take(noise).to(device), alpha=UNEQUAL)
         self.spike = float(config.epsilon or 0)
         self.other = None if config.prior == SPIKE_AND_SLAB else replaced_prior(config)
         self.strength = 1 / num_data  # Bayes' own; the prior's weight is beta
@@ -75,12 +81,12 @@ class Latents:
 
     @property
     def ranked(self) -> bool:
-        """True where the budget is a threshold on the gates' logits, and False where it is an energy.
+        """True where the budget is a threshold on the gates' logits, and False where it is an energy alone.
 
-        Medians of single weights have one: the networks run with as many open gates as the budget counts, at every
+        Gates that are not drawn have one: the networks run with as many open gates as the budget counts, at every
         step, and the decision changes nothing. An energy would be met by fractions of gates, which the decision opens.
         """
-        return isinstance(self.gating, WeightGating) and self.target is not None and not self.config.draw_gates
+        return self.gating is not None and self.target is not None and not self.config.draw_gates
 
     def relaxed(self, temperature: Tensor, ramp: Tensor) -> Tensor:
         """(n, U) relaxed gates: medians, or with noise that every process draws for all particles."""
@@ -96,17 +102,15 @@ class Latents:
         return gates.sample(self.logits, temperature, self.place.take(noise))
 
     def set_threshold(self, ramp: Tensor | float) -> None:
-        """Find the logit above which gates cost as much as the ramp allows."""
+        """Find the least logit such that the gates above it cost no more than the ramp allows."""
         if not self.ranked or self.target is None:
             return
-        cost, dtype = getattr(self._gating, self.budget), self.logits.dtype
-        price = (cost.price / cost.dense).to(dtype)
         low, high = self.logits.amin(1, keepdim=True) - 1, self.logits.amax(1, keepdim=True)
         for _ in range(THRESHOLD_STEPS):
             middle = (low + high) / 2
-            fits = ((self.logits <= middle).to(dtype) @ price)[:, None] >= 1 - ramp  # what is shut saves enough
+            fits = self._fraction((self.logits > middle).to(self.logits.dtype))[:, None] <= ramp
             low, high = torch.where(fits, low, middle), torch.where(fits, middle, high)
-        self.threshold.copy_(low)  # where many logits are equal, as they begin, all of them stay open
+        self.threshold.copy_(high)
 
     def _annealed(self, temperature: Tensor) -> Tensor:
         """(n, U): logits of theta in equation 10; of medians it is annealed as they are."""

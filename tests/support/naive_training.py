@@ -70,7 +70,7 @@ class Reference:
             u = torch.rand(logits.shape, generator=self.generator, dtype=torch.float64)
             z = torch.sigmoid((logits + torch.log(u / (1 - u))) / tau)
             return algorithm1.Gates(list(z), list(theta), list(theta), False)
-        if self.config.granularity == "channel" or self.config.keep_flops is None:
+        if self.config.keep_flops is None:
             medians = list(torch.sigmoid(logits / tau))
             return algorithm1.Gates(medians, medians, medians, False)
         thresholds = torch.stack([self.threshold(row, ramp) for row in logits.detach()])
@@ -80,11 +80,11 @@ class Reference:
         return algorithm1.Gates(list(hard + straight), list(medians), list(above + straight), True)
 
     def threshold(self, logits: Tensor, ramp: float) -> Tensor:
-        """(U,) -> (1,): just below the smallest logit such that those above it fit the ramp, or below all."""
+        """(U,) -> (1,): the smallest logit such that those above it fit the ramp, or below all."""
         if float(self.network.cost(torch.ones_like(logits))) <= ramp:
             return logits.min()[None] - 1
         fitting = (value for value in logits.sort().values if self.network.cost((logits > value).double()) <= ramp)
-        return torch.nextafter(next(fitting), torch.tensor(-torch.inf, dtype=torch.float64))[None]
+        return next(fitting)[None]
 
     def step(self, x: Tensor, y: Tensor, *, progress: float, lr: float) -> None:
         c = self.config

@@ -52,7 +52,7 @@ def test_the_decision_about_single_weights_changes_nothing() -> None:
     for k, particle in enumerate(result.particles):
         kept = sum(int((particle.network.get_parameter(name) != 0).sum()) for name in particle.gated)
         assert after["shapes"][k]["kept"] == end["shapes"][k]["kept"] == kept
-        assert before["shapes"][k]["kept"] == pytest.approx(kept, rel=1e-3)  # the threshold sums in float32
+        assert before["shapes"][k]["kept"] == pytest.approx(kept, rel=1e-3)
 
 
 def test_the_shape_of_kept_channels_is_that_of_their_weights() -> None:

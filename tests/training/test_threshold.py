@@ -40,20 +40,33 @@ def test_open_gates_cost_what_the_ramp_allows(budget: str, ramp: float) -> None:
         ranked = row.argsort(descending=True)
         spent = (cost.dense - cost.price.sum() + cost.price[ranked].cumsum(0)) / cost.dense
         fitting = int((spent <= ramp).sum())
-        assert abs(int((row > threshold).sum()) - fitting) <= 1 + 1e-3 * fitting, "what float32 cannot tell apart"
+        assert abs(int((row > threshold).sum()) - fitting) <= 1 + 1e-3 * fitting, "as far as 24 bisections go"
         assert torch.equal((row > threshold).nonzero().flatten().sort().values,
                            ranked[: int((row > threshold).sum())].sort().values)  # fmt: skip
 
 
-def test_equal_gates_stay_open() -> None:
+def test_gates_begin_unequal_and_all_open() -> None:
     found = latents()
-    found.set_threshold(torch.tensor(0.7))
+    found.set_threshold(torch.tensor(1.0))
     assert bool((found.logits > found.threshold).all())
+    assert len(found.logits.unique()) > 1000 and float((found.logits - 3).std()) < 2e-3
 
 
-def test_only_medians_of_single_weights_under_a_budget_have_one() -> None:
+def test_only_gates_that_are_not_drawn_have_one_under_a_budget() -> None:
     assert latents().ranked and not latents(draw_gates=True).ranked
     assert not latents(keep_flops=None).ranked
+
+
+def test_channels_have_one_where_they_are_not_drawn() -> None:
+    """The same budget and the same decision as single weights: the cut changes no answer."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(64, 1, 6, 6, generator=generator), torch.arange(64) % 3
+    model = zoo.build("small_cnn", num_classes=3, in_channels=1, image_size=6)
+    config = Config(keep_flops=0.4, epochs=8, batch_size=16, warmup=0, draw_gates=False, device="cpu")
+    result = dllp.prune(model, (x, y), config, validation=(x, y))
+    before, after, _ = result.info["moments"]
+    assert before["nll"] == pytest.approx(after["nll"], rel=0.1)
+    assert all(size.macs <= 0.4 * result.dense.macs for size in result.sizes)
 
 
 def test_open_weights_are_under_the_slab_and_shut_ones_under_the_spike() -> None:
@@ -75,7 +88,7 @@ def test_no_spike_while_gates_are_open(granularity: str) -> None:
 
 
 def test_the_networks_run_with_what_the_budget_counts() -> None:
-    """At every soft step the open gates cost at most what the ramp allows, as far as float32 sums go."""
+    """At every soft step the open gates cost at most what the ramp allows, and little less."""
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(64, 1, 6, 6, generator=generator), torch.arange(64) % 3
     model = zoo.build("small_cnn", num_classes=3, in_channels=1, image_size=6)
@@ -86,9 +99,8 @@ def test_the_networks_run_with_what_the_budget_counts() -> None:
         if state.phase == "soft" and state.gating is not None:
             z = state.latents.relaxed(state.knobs[1], state.knobs[2])
             excess = state.gating.flops.expected(z) / state.gating.flops.dense - state.ramp
-            over.append(float(excess.max()))
+            over.append(float(excess.abs().max()) if bool((excess <= 1e-9).all()) else 1.0)
 
     result = dllp.prune(model, (x, y), config, on_step=watch)
-    settled = over[len(over) // 2 :]  # equal gates, as they begin, open together
-    assert settled and max(settled) <= 2e-3
+    assert over and max(over) <= 2e-3
     assert all(0.195 <= size.macs / result.dense.macs <= 0.2 for size in result.sizes)
