@@ -48,7 +48,7 @@ def _of_checkout(root: Path) -> tuple[str | None, bool | None]:
 
 
 def _git(root: Path, *words: str) -> str | None:
-    """What git prints; None where there is no git, or it refuses."""
+    """The output of a git command; None where there is no git, or it refuses."""
     command = ["git", "-C", str(root), *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True)  # noqa: S603 # nosec B603

@@ -38,7 +38,7 @@ CLEAN, OUTSIDE, LABELS = "clean", "ood:", "labels"
 """Arrays of probabilities: those of the clean test set, what names of out-of-distribution inputs begin with, labels."""
 RUNS_BYTES, ARRAYS_BYTES, MOST_ARRAYS = 2**28, 2**31, 64
 SUPERSEDED, WHY = "superseded", "why"
-"""What a mark holds in place of a job's digest and seed."""
+"""Keys of a mark: the job that no longer counts, by digest and seed, and the reason."""
 UNKNOWN = {"commit": None, "dirty": None, "deterministic": None}
 """Provenance of a line that was written before lines had any."""
 DIGEST = re.compile(r"\w{1,64}")

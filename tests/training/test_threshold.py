@@ -70,7 +70,7 @@ def test_channels_have_one_where_they_are_not_drawn() -> None:
 
 
 def test_open_weights_are_under_the_slab_and_shut_ones_under_the_spike() -> None:
-    """Whatever their size: an open weight at zero is not drawn in."""
+    """An open weight at zero is not drawn in: its size does not matter."""
     found = latents()
     rows = torch.zeros(2, int(found.gating.scales.coordinates.max()) + 2)  # type: ignore[union-attr]
     z = (torch.arange(found.logits.numel()).reshape(found.logits.shape) % 2).float()
