@@ -16,6 +16,7 @@ from tests.support.commands import ENVIRONMENT
 WHOLE = ("64 MB of tensors", "64 MB of images", "64 MB of numbers")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of memory cannot be read here")
 def test_memory_stays_within_twice_what_the_header_declares(tmp_path: Path) -> None:
     command = [sys.executable, str(Path(__file__).with_name("bombs.py")), str(tmp_path)]
