@@ -1,4 +1,4 @@
-"""Pruning methods to compare with, each written from its paper's description, one file a method."""
+"""Pruning methods to compare with, each written from its paper's description."""
 
 from __future__ import annotations
 
@@ -6,18 +6,11 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from types import MappingProxyType
 
-from dllp.baselines.cp import ChannelPruning
-from dllp.baselines.deephoyer import DeepHoyer
-from dllp.baselines.filters import L1Filters
-from dllp.baselines.fpgm import GeometricMedian
-from dllp.baselines.magnitude import MagnitudeL1, MagnitudeL2
-from dllp.baselines.polarization import Polarization
+from dllp.baselines.magnitude import L1Filters, MagnitudeL1, MagnitudeL2, Random
 from dllp.baselines.protocol import Method
-from dllp.baselines.random_channels import Random
-from dllp.baselines.slimming import Slimming
-from dllp.baselines.soft import SoftFilters
-from dllp.baselines.sss import SparseStructures
-from dllp.baselines.thinet import ThiNet
+from dllp.baselines.reconstruction import ChannelPruning, ThiNet
+from dllp.baselines.scaling_factors import DeepHoyer, Polarization, Slimming, SparseStructures
+from dllp.baselines.soft import GeometricMedian, SoftFilters
 from dllp.errors import ConfigError
 
 _ALL = (

@@ -1,17 +1,4 @@
-"""Soft filter pruning: after an epoch the smallest filters are set to zero, and may grow back in the next one.
-
-Equation: score = |F_j|_2; after each epoch F_j <- 0 for the share of each layer that the budget wants gone; after the
-last one they are cut. In front of a batch norm a zero filter has no variance, and the norm would multiply its gradient
-by 1 / sqrt(eps), some 300 times: what returns would come back as the largest filter of all. So F_j is the filter as the
-network applies it, norm included: its size is |gamma_j| |F_j|_2, and gamma_j and the norm's shift are what is zeroed.
-No gradient reaches a unit then: it returns by the momentum of its last steps.
-What is zeroed so seldom grows past what was not: the first choice all but decides. Among filters as they were drawn it
-would be a choice by chance, so that it waits until the network has learned; the published drop, as far as we know, is
-that of a network that was trained before, too. Half of the epochs did better than none on ResNet-20 (results/tuning).
-Hyperparameters: `begin`, the share of the epochs before the first zeroing (0: from scratch, as in the paper's other
-rows); the share of filters, here the same for every layer and set by the budget.
-Published: ResNet-56 on CIFAR-10, 0.24 points lost at 51% fewer FLOPs (as quoted by the DLLP paper's Table 1).
-"""
+"""Soft pruning: filters that a cut would remove are set to zero epoch by epoch, and may grow back."""
 
 from __future__ import annotations
 
@@ -28,7 +15,18 @@ from dllp.training.gating import NORMS
 
 @dataclass(frozen=True)
 class SoftFilters(Method):
-    """Units by the l2 norm of their filters as they are applied; what would go is zeroed epoch by epoch."""
+    """Units by the l2 norm of their filters; after an epoch the smallest are zeroed, and may grow back in the next one.
+
+    Equation: score = |F_j|_2; after each epoch F_j <- 0 for the share of each layer that the budget wants gone; after
+    the last one they are cut. In front of a batch norm a zero filter has no variance, and the norm would multiply its
+    gradient by 1 / sqrt(eps), some 300 times: what returns would come back as the largest filter of all. So F_j is the
+    filter as the network applies it: its size is |gamma_j| |F_j|_2, and gamma_j and the norm's shift are zeroed.
+    No gradient reaches a unit then: it returns by the momentum of its last steps.
+    What is zeroed so seldom grows past what was not: the first choice all but decides, so that it waits until the
+    network has learned. Half of the epochs did better than none on ResNet-20 (results/tuning).
+    Hyperparameters: `begin`, the share of the epochs before the first zeroing (0: from scratch, as in the paper's other
+    rows).
+    """
 
     name = "sfp"
     title = "soft filter pruning (SFP)"
@@ -60,6 +58,29 @@ class SoftFilters(Method):
 
     def scores(self, scene: Scene) -> Tensor:
         return scene.ranked(applied(scene).norm(dim=1))
+
+
+@dataclass(frozen=True)
+class GeometricMedian(SoftFilters):
+    """Units by the distance of their filters to all others of the layer: what the others can replace goes first.
+
+    Equation: score_j = sum_i |F_i - F_j|_2 over the filters of a layer, as the network applies them; the least is the
+    filter nearest to the layer's geometric median. After an epoch such filters are zeroed, as in soft filter pruning.
+    """
+
+    name = "fpgm"
+    title = "geometric median (FPGM)"
+    paper = "He et al., Filter pruning via geometric median for deep convolutional neural networks acceleration"
+    year = 2019
+    published = (Published("resnet56", 53, 0.1),)
+
+    def scores(self, scene: Scene) -> Tensor:
+        filters = applied(scene)
+        parts = filters.split(list(scene.filters.lengths))
+        # by differences: a product of matrices would lose those of filters that are nearly alike
+        distances = [torch.cdist(part, part, compute_mode="donot_use_mm_for_euclid_dist").sum(1) for part in parts]
+        # what the last epoch has zeroed goes, however far from the others zero may lie
+        return scene.ranked(torch.where(filters.any(dim=1), torch.cat(distances), -1))
 
 
 def normed(scene: Scene) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dllp.baselines import METHODS, cp, run, thinet
+from dllp.baselines import METHODS, reconstruction, run
 from dllp.config import Config
 from dllp.structure.slicing import cut
 from dllp.zoo import small_cnn
@@ -22,9 +22,9 @@ def test_samples_are_what_the_layer_computes() -> None:
         nn.Conv2d(5, 5, (4, 3), dilation=(1, 2), padding="same"), nn.Conv2d(5, 6, (1, 2), padding="valid"),
         nn.Flatten(), nn.Linear(72, 2),
     ).double()  # fmt: skip
-    assert all(thinet.plain(model[i]) for i in (0, 2, 3, 4, 6))
-    for name, seen in thinet.observe(model, ["0", "2", "3", "4", "6"], normal(6, 3, 8, 8)).items():
-        weight = thinet.flat_weight(model.get_submodule(name))
+    assert all(reconstruction.plain(model[i]) for i in (0, 2, 3, 4, 6))
+    for name, seen in reconstruction.observe(model, ["0", "2", "3", "4", "6"], normal(6, 3, 8, 8)).items():
+        weight = reconstruction.flat_weight(model.get_submodule(name))
         torch.testing.assert_close(torch.einsum("nik,oik->no", seen.patches, weight), seen.outputs)
         assert len(seen.patches) == 60, "a linear layer has one place in an image, and as many looks"
     assert model.training and not model[0]._forward_hooks
@@ -34,13 +34,13 @@ def test_what_follows_reads_what_was_mended() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
     x, means = normal(5, 3), {}
 
-    def mend(name: str, seen: thinet.Sample) -> None:
+    def mend(name: str, seen: reconstruction.Sample) -> None:
         means[name] = seen.patches.mean((0, 2))
         with torch.no_grad():
             for parameter in model.get_submodule(name).parameters():
                 parameter.zero_()
 
-    thinet.rebuild(model, ["0", "1"], x, mend)
+    reconstruction.rebuild(model, ["0", "1"], x, mend)
     torch.testing.assert_close(means["0"], x.mean(0))
     assert torch.equal(means["1"], torch.zeros(4, dtype=torch.float64))
 
@@ -48,7 +48,7 @@ def test_what_follows_reads_what_was_mended() -> None:
 def test_a_layer_that_is_called_twice_is_looked_at_once() -> None:
     layer = nn.Linear(3, 3).double()
     x, seen = normal(4, 3), []
-    thinet.rebuild(nn.Sequential(layer, nn.ReLU(), layer), ["0"], x, lambda name, sample: seen.append(sample))
+    reconstruction.rebuild(nn.Sequential(layer, nn.ReLU(), layer), ["0"], x, lambda name, sample: seen.append(sample))
     assert len(seen) == 1
     torch.testing.assert_close(seen[0].patches[::10, :, 0], x)
 
@@ -59,7 +59,7 @@ def test_channels_that_go_together_get_no_huge_scales() -> None:
     x = shared @ normal(3, 40, seed=1) + 0.02 * normal(50, 40, seed=2)
     start = torch.ones(40, 1, dtype=torch.float64)
     wanted = x @ start + 0.3 * normal(50, 1, seed=3)
-    few, drawn = (thinet.towards(x, wanted, start, ridge) for ridge in (1e-6, thinet.RIDGE))
+    few, drawn = (reconstruction.towards(x, wanted, start, ridge) for ridge in (1e-6, reconstruction.RIDGE))
     assert few.abs().max() > 5 and drawn.abs().max() < 1.5
     assert (x @ drawn - wanted).square().mean() < 0.3**2, "and the fit is as good as the noise allows"
 
@@ -68,7 +68,7 @@ def test_thinet_gives_up_what_is_not_missed() -> None:
     shares = normal(500, 4)
     shares[:, 1] = 0  # says nothing
     shares[:, 3] = -shares[:, 2]  # the two cancel: giving up both costs nothing
-    order = thinet.ThiNet().order(shares)
+    order = reconstruction.ThiNet().order(shares)
     assert order[1] == 0 and order[0] > order[1]
     # by brute force: of all pairs, {2, 3} and pairs with 1 that cost least
     costs = {(i, j): float(shares[:, [i, j]].sum(1).square().sum()) for i in range(4) for j in range(i)}
@@ -77,13 +77,13 @@ def test_thinet_gives_up_what_is_not_missed() -> None:
 
 def test_the_lasso_keeps_what_rebuilds() -> None:
     shares = normal(2000, 6) * torch.tensor([3.0, 0.01, 1.0, 0.0, 2.0, 0.1], dtype=torch.float64)
-    scores = cp.ChannelPruning().order(shares)
+    scores = reconstruction.ChannelPruning().order(shares)
     assert scores.argsort(descending=True).tolist() == [0, 4, 2, 5, 1, 3]
     late = normal(2000, 4, seed=1) * torch.tensor([1e-4, 3.0, 1e-3, 0.0], dtype=torch.float64)
-    assert cp.ChannelPruning().order(late).argsort(descending=True).tolist() == [1, 2, 0, 3], (
+    assert reconstruction.ChannelPruning().order(late).argsort(descending=True).tolist() == [1, 2, 0, 3], (
         "also of those that the path never has"
     )
-    assert not cp.ChannelPruning().order(torch.zeros(9, 3, dtype=torch.float64)).any()
+    assert not reconstruction.ChannelPruning().order(torch.zeros(9, 3, dtype=torch.float64)).any()
 
 
 def test_the_lasso_of_units_that_do_not_mix_is_soft_thresholding() -> None:
@@ -91,9 +91,9 @@ def test_the_lasso_of_units_that_do_not_mix_is_soft_thresholding() -> None:
     square = torch.tensor([4.0, 1.0, 9.0, 0.25], dtype=torch.float64)
     penalties = torch.tensor([9.0, 5.0, 2.0, 0.5, 0.1], dtype=torch.float64)
     expected = (square[:, None] - penalties).clamp_min(0) / square[:, None]
-    torch.testing.assert_close(cp.lasso(square.diag(), square, penalties), expected)
+    torch.testing.assert_close(reconstruction.lasso(square.diag(), square, penalties), expected)
     shares = 2 * square.sqrt().diag()  # one place for each unit: four of them have these mean squares
-    first = [float(penalty) for penalty in cp.ChannelPruning().order(shares)]
+    first = [float(penalty) for penalty in reconstruction.ChannelPruning().order(shares)]
     steps = [9.0 * 10 ** (-4 * k / 29) for k in range(30)]
     assert first == pytest.approx([max(s for s in steps if s < g) for g in square.tolist()], rel=1e-6)
 
@@ -105,7 +105,7 @@ def test_the_lasso_agrees_with_coordinate_descent() -> None:
     y = x.sum(1)
     gram, target = x.T @ x / 300, x.T @ y / 300
     strengths = torch.tensor([0.5, 0.1, 0.01], dtype=torch.float64) * target.abs().max()
-    for strength, found in zip(strengths, cp.lasso(gram, target, strengths).T, strict=True):
+    for strength, found in zip(strengths, reconstruction.lasso(gram, target, strengths).T, strict=True):
         oracle = Lasso(float(strength), fit_intercept=False, tol=1e-12, max_iter=100_000).fit(x.numpy(), y.numpy())
         torch.testing.assert_close(found, torch.from_numpy(oracle.coef_), rtol=1e-8, atol=1e-8)
         assert torch.equal(found == 0, torch.from_numpy(oracle.coef_ == 0))
@@ -114,8 +114,8 @@ def test_the_lasso_agrees_with_coordinate_descent() -> None:
 def test_least_squares_rebuild_what_can_be_rebuilt() -> None:
     x, start = normal(400, 5), normal(5, 3, seed=2)
     true = normal(5, 3, seed=1)
-    torch.testing.assert_close(thinet.towards(x, x @ true, start, ridge=1e-9), true, rtol=1e-6, atol=1e-6)
-    few = thinet.towards(x[:1], x[:1] @ true, start, ridge=1e-9)
+    torch.testing.assert_close(reconstruction.towards(x, x @ true, start, ridge=1e-9), true, rtol=1e-6, atol=1e-6)
+    few = reconstruction.towards(x[:1], x[:1] @ true, start, ridge=1e-9)
     torch.testing.assert_close(x[:1] @ few, x[:1] @ true, rtol=1e-5, atol=1e-5)
     across = torch.eye(5, dtype=torch.float64) - x[:1].T @ x[:1] / x[:1].square().sum()
     torch.testing.assert_close(

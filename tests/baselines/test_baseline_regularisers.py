@@ -13,13 +13,10 @@ from torch import Tensor, nn
 
 from dllp.api import Result
 from dllp.baselines import METHODS, run
-from dllp.baselines.deephoyer import DeepHoyer
 from dllp.baselines.magnitude import MagnitudeL1
-from dllp.baselines.polarization import Polarization
 from dllp.baselines.protocol import Scene, StepInfo
-from dllp.baselines.slimming import Slimming
+from dllp.baselines.scaling_factors import DeepHoyer, Polarization, Slimming, SparseStructures
 from dllp.baselines.soft import SoftFilters
-from dllp.baselines.sss import SparseStructures
 from dllp.config import Config
 from dllp.errors import ConfigError
 from dllp.training.particles import Particles

@@ -14,9 +14,8 @@ from torch import nn
 
 import dllp
 from dllp.baselines import METHODS, find
-from dllp.baselines.fpgm import GeometricMedian
-from dllp.baselines.polarization import Polarization
-from dllp.baselines.slimming import Slimming
+from dllp.baselines.scaling_factors import Polarization, Slimming
+from dllp.baselines.soft import GeometricMedian
 from dllp.config import Config
 from dllp.data import ArrayData, Dataset
 from dllp.errors import ConfigError
