@@ -162,7 +162,7 @@ def _decode(
             with ALONE if image.width * image.height > LARGE else nullcontext():
                 image = images.to_rgb(image)
                 image = image if image.size == size else image.resize(size, Image.Resampling.BILINEAR)
-            pixels[i] = images.as_array(image).transpose(2, 0, 1)
+            pixels[i] = np.asarray(image).transpose(2, 0, 1)
         except Unreadable as error:
             return str(error)
         return ""

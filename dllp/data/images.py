@@ -13,7 +13,6 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
-from PIL.JpegImagePlugin import JpegImageFile
 from torch import Tensor
 from torch.nn.functional import interpolate
 
@@ -23,7 +22,6 @@ from dllp.errors import DataError
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP")
 """By content, whatever a file is called: Pillow would start Ghostscript for PostScript."""
-JPEG = b"\xff\xd8\xff"
 MAX_PIXELS = 2**26
 """An image with more is refused by its header."""
 MIN_SIDE = 2
@@ -46,13 +44,10 @@ RESIZED_AT_ONCE = 64
 
 def open_image(file: BinaryIO) -> Image.Image:
     """The image as its header describes it, its size checked, not decoded yet."""
-    start = file.read(len(JPEG))
-    file.seek(0)
     try:
-        # Most are JPEGs: where images are small, Pillow's way to find that out takes a twentieth of all time.
-        image = JpegImageFile(file) if start == JPEG else Image.open(file, formats=FORMATS)
+        image = Image.open(file, formats=FORMATS)
     except (UnidentifiedImageError, SyntaxError):
-        raise Unreadable("it is no image" if start else "it is empty") from None
+        raise Unreadable("it is no image" if file.seek(0, io.SEEK_END) else "it is empty") from None
     except Exception as error:  # a damaged image can raise almost anything
         raise Unreadable(_reason(error)) from None
     width, height = image.size
@@ -83,11 +78,6 @@ def _reason(error: Exception) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:120]
 
 
-def as_array(image: Image.Image) -> np.ndarray:
-    """(H, W, 3) uint8, without the copy that numpy's own way takes."""
-    return np.frombuffer(image.tobytes(), np.uint8).reshape(image.height, image.width, 3)
-
-
 def map_images(images: Tensor, work: Callable[[Image.Image], Any], purpose: str) -> Tensor:
     """uint8 images (N, 1 or 3, H, W), each as Pillow's image through `work`, which returns an image or its pixels."""
     if images.ndim != 4 or images.dtype != torch.uint8 or images.shape[1] not in (1, 3):
@@ -113,49 +103,30 @@ def crop_boxes(draws: np.ndarray, area: tuple[float, float] = AREA) -> np.ndarra
     return np.stack([np.sqrt(fraction * aspect), np.sqrt(fraction / aspect), draws[:, 2], draws[:, 3]], 1)
 
 
-class Crop:
-    """A crop of an encoded image: opened, then :meth:`decode`, then :meth:`cut`.
+def crop(content: bytes, box: Sequence[float] | None, size: int) -> np.ndarray:
+    """(h, w, 3) uint8: a crop of an encoded image that later becomes a square of `size` pixels.
+
+    A much larger crop is made smaller by whole factors, inside the JPEG decoder where that is possible.
 
     Args:
         content: The encoded image.
         box: A row of :func:`crop_boxes`; None for the centre.
-        size: Side of the square that the crop becomes later. A much larger crop is made smaller by whole factors,
-            inside the JPEG decoder where that is possible.
+        size: Side of the square.
     """
-
-    __slots__ = ("box", "image", "size")
-
-    def __init__(self, content: bytes, box: Sequence[float] | None, size: int) -> None:
-        self.image, self.size = open_image(io.BytesIO(content)), size
-        width, height = self.image.size
-        left, top, across, down = _centre(width, height) if box is None else _fitted(width, height, box)
-        factor = min(across, down) / (OVERSIZE * size)
-        if factor >= 2:
-            self.image.draft(None, (math.ceil(width / factor), math.ceil(height / factor)))
-            x, y = self.image.width / width, self.image.height / height
-            left, top, across, down = left * x, top * y, across * x, down * y
-        self.box = left, top, left + across, top + down
-
-    @property
-    def area(self) -> int:
-        """Pixels that will be decoded."""
-        return self.image.width * self.image.height
-
-    def decode(self) -> Crop:
-        self.image = to_rgb(self.image)
-        return self
-
-    def cut(self) -> np.ndarray:
-        """(h, w, 3) uint8."""
-        image = self.image
-        width, height = image.size
-        left, top = int(self.box[0]), int(self.box[1])
-        right = max(left + 1, min(width, round(self.box[2])))
-        bottom = max(top + 1, min(height, round(self.box[3])))
-        factor = int(min(right - left, bottom - top) / (OVERSIZE * self.size))
-        if factor > 1:
-            return as_array(image.reduce(factor, (left, top, right, bottom)))
-        return as_array(image.crop((left, top, right, bottom)))
+    image = open_image(io.BytesIO(content))
+    width, height = image.size
+    left, top, across, down = _centre(width, height) if box is None else _fitted(width, height, box)
+    factor = min(across, down) / (OVERSIZE * size)
+    if factor >= 2:
+        image.draft(None, (math.ceil(width / factor), math.ceil(height / factor)))
+        x, y = image.width / width, image.height / height
+        left, top, across, down = left * x, top * y, across * x, down * y
+    image = to_rgb(image)
+    right = max(int(left) + 1, min(image.width, round(left + across)))
+    bottom = max(int(top) + 1, min(image.height, round(top + down)))
+    place = int(left), int(top), right, bottom
+    factor = int(min(right - place[0], bottom - place[1]) / (OVERSIZE * size))
+    return np.asarray(image.reduce(factor, place) if factor > 1 else image.crop(place))
 
 
 def _centre(width: int, height: int) -> tuple[float, float, float, float]:

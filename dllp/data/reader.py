@@ -1,8 +1,7 @@
 """Worker processes that read, decode and crop the images of whole batches.
 
-A worker does each of these to several images before it goes on to the next: a core that changes its work for every
-small image takes a quarter more time. Where a GPU waits for the images it also resizes them, faster than a core could;
-otherwise the workers do, for the training process would need the cores that they use.
+Where a GPU waits for the images it also resizes them, faster than a core could; otherwise the workers do, for the
+training process would need the cores that they use.
 
 Signals are the training process's to answer, and workers end with it. The death of a worker is raised where the
 training process asks for the next batch.
@@ -15,19 +14,17 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from PIL import ImageFile
 from torch import Tensor
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 from torch.utils.data._utils import signal_handling
 
-from dllp.data.images import Crop, crop_boxes, resize_one
+from dllp.data.images import crop, crop_boxes, resize_one
 from dllp.data.sources import Sources
 from dllp.data.unreadable import Unreadable
 
@@ -37,16 +34,9 @@ PREFETCH = 2
 """Batches that each worker prepares in advance."""
 TRIES = 100
 """Unreadable images in a row before training gives up."""
-GROUP, GROUP_BYTES, GROUP_PIXELS = 32, 2**22, 2**24
-"""Images that go from one stage to the next together, and most bytes and pixels that they take meanwhile."""
-PILLOW_BLOCK = 2**20
-"""Bytes that Pillow reads or returns at a time in a worker: by its own 2**16 a large image is put together in parts."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PARENT_CHECK = 1.0
 """Seconds between two checks that the parent is alive."""
-T = TypeVar("T")
-Wanted = tuple[int, list[float] | None]
-"""Index of an image, and its row of :func:`crop_boxes`; None for the centre."""
 
 
 def cores() -> int:
@@ -74,7 +64,7 @@ class Decoded(NamedTuple):
 
     Attributes:
         pixels: (B, 3, S, S) uint8; or, still to be resized and mirrored, all bytes of the first image, (h, w, 3),
-            then those of the second, and so on. Overwritten once the next batch was taken.
+            then those of the second, and so on.
         extent: (B, 2) h and w of each.
         mirror: (B,) bool.
         numbers: (B,) index of each.
@@ -82,9 +72,9 @@ class Decoded(NamedTuple):
     """
 
     pixels: Tensor
-    extent: np.ndarray
-    mirror: np.ndarray
-    numbers: np.ndarray
+    extent: Tensor
+    mirror: Tensor
+    numbers: Tensor
     unreadable: list[tuple[int, str]]
 
 
@@ -93,108 +83,31 @@ class Reader(Dataset[Decoded]):
 
     def __init__(self, sources: Sources, image_size: int, finish: bool) -> None:
         self.sources, self.image_size, self.finish = sources, image_size, finish
-        # A request arrives when the first of the last PREFETCH batches is taken: the one before is no longer used.
-        self.buffers, self.served = [PixelBuffer() for _ in range(PREFETCH + 1)], 0
 
     def __getitem__(self, request: Request) -> Decoded:
-        buffer, unreadable = self.buffers[self.served % len(self.buffers)], list[tuple[int, str]]()
-        buffer.used, self.served = 0, self.served + 1
-        count, draws = len(request.numbers), request.draws
+        count, draws, unreadable = len(request.numbers), request.draws, list[tuple[int, str]]()
         boxes: list[list[float] | None] = [None] * count if draws is None else crop_boxes(draws).tolist()
-        wanted = list(zip(request.numbers.tolist(), boxes, strict=True))
         mirrors = [False] * count if draws is None else (draws[:, -1] < 0.5).tolist()
-        numbers, extent, mirror = list[int](), list[tuple[int, ...]](), list[bool]()
+        numbers, mirror, images = list[int](), list[bool](), list[np.ndarray]()
         with warnings.catch_warnings(action="ignore"):  # Pillow's about odd files
-            for (number, box), flip, image in zip(wanted, mirrors, self._images(wanted), strict=True):
-                if isinstance(image, Unreadable):
-                    unreadable.append((number, str(image)))
-                    number, image = self._next(number, box, unreadable) if request.fill else (number, None)
-                    if image is None:
+            for first, box, flip in zip(request.numbers.tolist(), boxes, mirrors, strict=True):
+                for number in range(first, first + (TRIES if request.fill else 1)):
+                    number %= len(self.sources)
+                    try:
+                        images.append(crop(self.sources.read(number), box, self.image_size))
+                    except Unreadable as error:
+                        unreadable.append((number, str(error)))
                         continue
-                numbers.append(number)
-                extent.append(image.shape[:2])
-                mirror.append(flip)
-                if self.finish:
-                    image = resize_one(image, flip, self.image_size)
-                buffer.take(image.size).reshape(image.shape)[:] = image
-        pixels = buffer.filled.view(-1, 3, self.image_size, self.image_size) if self.finish else buffer.filled
-        arrays = np.array(extent, np.int64).reshape(-1, 2), np.array(mirror, bool), np.array(numbers, np.int64)
-        return Decoded(pixels, *arrays, unreadable)
-
-    def _images(self, wanted: list[Wanted]) -> Iterator[np.ndarray | Unreadable]:
-        """Each crop, or the reason why there is none, in their order; group by group through the stages."""
-        contents = (_tried(self.sources.read, number) for number, _ in wanted)
-        boxes = iter(wanted)
-        for some in _grouped(contents, len, GROUP_BYTES):
-            opened = [_tried(Crop, content, next(boxes)[1], self.image_size) for content in some]
-            for few in _grouped(opened, attrgetter("area"), GROUP_PIXELS):
-                decoded = [_tried(Crop.decode, crop) for crop in few]
-                yield from [_tried(Crop.cut, crop) for crop in decoded]
-
-    def _next(
-        self, number: int, box: list[float] | None, unreadable: list[tuple[int, str]]
-    ) -> tuple[int, np.ndarray | None]:
-        """The first readable image after an unreadable one; None after TRIES."""
-        for i in range(number + 1, number + TRIES):
-            (image,) = self._images([(i % len(self.sources), box)])
-            if not isinstance(image, Unreadable):
-                return i % len(self.sources), image
-            unreadable.append((i % len(self.sources), str(image)))
-        return number, None
-
-
-def _tried(work: Callable[..., T], subject: Any, *rest: Any) -> T | Unreadable:
-    """work(subject, ...), or the error of this or of an earlier stage."""
-    if isinstance(subject, Unreadable):
-        return subject
-    try:
-        return work(subject, *rest)
-    except Unreadable as error:
-        return error
-
-
-def _grouped(items: Iterable[T], weight: Callable[[Any], int], most: int) -> Iterator[list[T]]:
-    """Groups of GROUP items, or of fewer that weigh `most` together."""
-    group, total = list[T](), 0
-    for item in items:
-        group.append(item)
-        total += 0 if isinstance(item, Unreadable) else weight(item)
-        if len(group) == GROUP or total >= most:
-            yield group
-            group, total = [], 0
-    if group:
-        yield group
-
-
-class PixelBuffer:
-    """Memory for the pixels of one batch, used again and again: fresh memory costs more time than filling it.
-
-    A worker's buffer is shared with the training process, so that nothing is copied on the way.
-    """
-
-    def __init__(self) -> None:
-        self.used = 0
-        self._allocate(0)
-
-    @property
-    def filled(self) -> Tensor:
-        return self.memory[: self.used]
-
-    def take(self, size: int) -> np.ndarray:
-        """(size,) uint8 after what was taken before; earlier parts may have moved."""
-        start, self.used = self.used, self.used + size
-        if self.used > len(self.view):
-            old = self.view[:start]
-            self._allocate(self.used * 3 // 2)
-            self.view[:start] = old
-        return self.view[start : self.used]
-
-    def _allocate(self, size: int) -> None:
-        if get_worker_info() is None:
-            self.memory = torch.empty(size, dtype=torch.uint8)
-        else:
-            self.memory = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size, device="cpu"))
-        self.view = self.memory.numpy()
+                    numbers.append(number)
+                    mirror.append(flip)
+                    break
+            extent = torch.tensor([image.shape[:2] for image in images], dtype=torch.int64).view(-1, 2)
+            if self.finish:  # after all are decoded: a core that changes its work for every image takes longer
+                images = [resize_one(image, flip, self.image_size) for image, flip in zip(images, mirror, strict=True)]
+        pixels = torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *(image.ravel() for image in images)]))
+        if self.finish:
+            pixels = pixels.view(-1, 3, self.image_size, self.image_size)
+        return Decoded(pixels, extent, torch.tensor(mirror).bool(), torch.tensor(numbers).long(), unreadable)
 
 
 # ---- processes and signals
@@ -239,7 +152,6 @@ def init_worker(number: int) -> None:
     if hasattr(signal, "sigtimedwait"):  # elsewhere PyTorch's own check between two batches must do
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # else the sender of a signal would be unknown
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    ImageFile.MAXBLOCK = PILLOW_BLOCK
 
 
 def _end_with_parent(parent_id: int) -> None:

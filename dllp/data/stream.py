@@ -10,7 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -89,7 +89,7 @@ class StreamedData:
             unreadable += batch.unreadable
             x[filled : filled + len(batch.numbers)] = batch.pixels.numpy()
             filled += len(batch.numbers)
-            read.append(torch.from_numpy(batch.numbers))
+            read.append(batch.numbers)
         self.count_unreadable(unreadable)
         if not filled:
             raise DataError("there are no images to decode: at least one is needed")
@@ -117,7 +117,7 @@ def read_batches(data: StreamedData, requests: Iterable[Request], finish: bool) 
     with warnings.catch_warnings(action="ignore"), reader.starting_workers():
         loader = DataLoader(
             Reader(data.sources, data.image_size, finish), sampler=requests, batch_size=None,  # type: ignore
-            collate_fn=_identity, num_workers=count, prefetch_factor=reader.PREFETCH if count else None,
+            num_workers=count, prefetch_factor=reader.PREFETCH if count else None,
             worker_init_fn=reader.init_worker, pin_memory=not finish,
             generator=torch.Generator(),  # else it would draw from the run's own random numbers
         )  # fmt: skip
@@ -137,10 +137,6 @@ def read_batches(data: StreamedData, requests: Iterable[Request], finish: bool) 
             f"a process that decodes images has died ({reason}): give it more memory, shared memory too, or lower "
             "workers or batch_size"
         ) from None
-
-
-def _identity(batch: Any) -> Any:
-    return batch
 
 
 class StreamBatches:
@@ -192,7 +188,7 @@ class StreamBatches:
             batch = next(self._live)
             self._count_unreadable(batch)
             self._place = (epoch, step + 1) if step + 1 < self.steps else (epoch + 1, 0)
-            labels = self.data.y[torch.from_numpy(batch.numbers)]
+            labels = self.data.y[batch.numbers]
             yield self._inputs(batch), labels.to(self.device, non_blocking=True)
 
     def _count_unreadable(self, batch: Decoded) -> None:
@@ -211,17 +207,11 @@ class StreamBatches:
 
     def _inputs(self, batch: Decoded) -> Tensor:
         """Normalised float32 (B, 3, S, S) on the device, in the memory layout of the network."""
+        pixels = batch.pixels
         if self.device.type != "cpu":
-            pixels, extent, mirror = batch.pixels, torch.from_numpy(batch.extent), torch.from_numpy(batch.mirror)
-            x = resize_all(pixels.to(self.device, non_blocking=True), extent, mirror, self.data.image_size)
-            return (x - self._shift).mul_(self._scale).contiguous(memory_format=self.layout)
-        # By numpy, image by image: its memory comes in huge pages, and PyTorch's threads would wait for decoding cores.
-        x = np.empty(batch.pixels.shape, np.float32)
-        for new, old in zip(x, batch.pixels.numpy(), strict=True):
-            new[:] = old
-            new -= self._shift[0].numpy()
-            new *= self._scale[0].numpy()
-        return torch.from_numpy(x).contiguous(memory_format=self.layout)
+            pixels = pixels.to(self.device, non_blocking=True)
+            pixels = resize_all(pixels, batch.extent, batch.mirror, self.data.image_size)
+        return (pixels - self._shift).mul_(self._scale).contiguous(memory_format=self.layout)
 
     def first(self, count: int = 2) -> tuple[Tensor, Tensor]:
         """A small batch, decoded by this process."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from dllp.data import images
-from dllp.data.images import resize_all, resize_one
+from dllp.data.images import crop, resize_all, resize_one
 from tests.support import pictures
 
 
@@ -31,10 +31,6 @@ def test_resizing_is_pillows(sizes: list[tuple[int, int]], size: int, flip: bool
         wanted = wanted[:, :, ::-1] if flip else wanted
         for new in (found.numpy(), resize_one(image, flip, size)):
             assert new.shape == (3, size, size) and int(np.abs(new.astype(int) - wanted).max()) <= 1
-
-
-def crop(content: bytes, box: list[float] | None, size: int) -> np.ndarray:
-    return images.Crop(content, box, size).decode().cut()
 
 
 @given(st.integers(2, 600), st.integers(2, 600), st.lists(st.floats(0, 1), min_size=5, max_size=5), st.integers(8, 64))

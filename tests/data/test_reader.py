@@ -1,4 +1,4 @@
-"""Worker processes: batches that do not depend on grouping or timing, signals, and the death of a worker."""
+"""Worker processes: unreadable images, signals, and the death of a worker."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
-from dllp.data import StreamBatches, reader, stream
-from dllp.data.images import Crop, resize_all
-from dllp.data.reader import Decoded, Reader, Request
+from dllp.data import StreamBatches, reader
+from dllp.data.images import resize_all
+from dllp.data.reader import Reader, Request
 from dllp.errors import DataError
 from tests.support import pictures
 from tests.support.commands import UNTRACED
@@ -31,53 +30,21 @@ def request(count: int, *numbers: int) -> Request:
     return Request(np.array(numbers or range(count)), draws, fill=True)
 
 
-def equal(a: Decoded, b: Decoded) -> bool:
-    return (
-        torch.equal(a.pixels, b.pixels)
-        and all(np.array_equal(a[k], b[k]) for k in (1, 2, 3))
-        and a.unreadable == b.unreadable
-    )
-
-
 @pytest.mark.parametrize("finish", [True, False])
-@pytest.mark.parametrize("limit", ["GROUP", "GROUP_BYTES", "GROUP_PIXELS"])
-def test_how_many_are_worked_on_together_changes_nothing(
-    photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finish: bool, limit: str
-) -> None:
+def test_the_next_readable_image_takes_the_place_of_an_unreadable_one(tmp_path: Path, finish: bool) -> None:
     spoiled = pictures.folder(tmp_path / "set")
     for number in (3, 4, 11):
         (spoiled / "train" / "cat" / f"{number:03d}.jpg").write_bytes((b"", b"no image")[number % 2])
-    sources = pictures.training(spoiled, 16).sources
-    together = Reader(sources, 16, finish)[request(24)]
-    monkeypatch.setattr(reader, limit, 1)
-    assert equal(together, Reader(sources, 16, finish)[request(24)])
-    assert together.numbers.tolist()[2:6] == [2, 5, 5, 5] and [number for number, _ in together.unreadable] == [
-        3,
-        4,
-        4,
-        11,
-    ]
-
-
-@pytest.mark.parametrize("finish", [True, False])
-@pytest.mark.parametrize("workers", [0, 1, 2])
-def test_an_answer_stays_until_the_next_is_taken(photographs: Path, workers: int, finish: bool) -> None:
-    def answers(workers: int) -> Iterator[Decoded]:
-        data = pictures.training(photographs, 16, workers=workers)
-        requests = stream.batch_order(data, 2, 0, slice(2))
-        return itertools.islice(stream.read_batches(data, requests, finish), 16)
-
-    known = [answer._replace(pixels=answer.pixels.clone()) for answer in answers(0)]
-    for k, answer in enumerate(answers(workers)):
-        time.sleep(0.01)  # long enough for workers to be as far ahead as they may
-        assert equal(answer, known[k]), k
+    found = Reader(pictures.training(spoiled, 16).sources, 16, finish)[request(24)]
+    assert found.numbers.tolist()[2:6] == [2, 5, 5, 5] and len(found.numbers) == 24
+    assert [number for number, _ in found.unreadable] == [3, 4, 4, 11]
 
 
 def test_what_a_gpu_resizes_is_what_a_core_does(photographs: Path) -> None:
     sources = pictures.training(photographs, 16).sources
     cut, finished = (Reader(sources, 16, finish)[request(24)] for finish in (False, True))
     assert cut.mirror.any() and not cut.mirror.all() and finished.pixels.shape == (24, 3, 16, 16)
-    resized = resize_all(cut.pixels, torch.from_numpy(cut.extent), torch.from_numpy(cut.mirror), 16)
+    resized = resize_all(cut.pixels, cut.extent, cut.mirror, 16)
     assert int((resized.int() - finished.pixels.int()).abs().max()) <= 1
 
 
@@ -92,8 +59,8 @@ def batches(folder: Path, workers: int) -> StreamBatches:
 
 def stick() -> None:
     """Let every process wait for a disk that does not answer, from its second batch on."""
-    decode, calls = Crop.decode, itertools.count()
-    Crop.decode = lambda crop: time.sleep(120) if next(calls) >= BATCH else decode(crop)  # type: ignore
+    crop, calls = reader.crop, itertools.count()
+    reader.crop = lambda *args: time.sleep(120) if next(calls) >= BATCH else crop(*args)  # type: ignore
 
 
 def children() -> list[int]:
@@ -152,7 +119,7 @@ def test_a_signal_to_the_whole_group_leaves_the_workers_alone(photographs: Path)
 def test_the_training_process_can_end_a_worker_that_is_stuck(
     photographs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Crop, "decode", Crop.decode)  # as it was, at the end
+    monkeypatch.setattr(reader, "crop", reader.crop)  # as it was, at the end
     split = batches(photographs, workers=1)
     stick()
     next(split.epoch(0))
