@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import io
-import threading
 import warnings
-from contextlib import nullcontext
 from dataclasses import replace
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +13,10 @@ import torch
 from PIL import Image
 
 from dllp import files
-from dllp.data import images, npy, reader, sources
+from dllp.data import images, npy, sources
 from dllp.data.arrays import ArrayData, Augment, channel_statistics, default_augment
 from dllp.data.sources import Sources
-from dllp.data.stream import StreamedData
+from dllp.data.stream import StreamedData, decode_all
 from dllp.data.unreadable import Report, Unreadable, UnreadableImages
 from dllp.errors import DataError
 
@@ -29,11 +26,6 @@ CLASS_NAMES = "classes.txt"
 CLASS_NAMES_BYTES = 2**22
 SAMPLE = 1024
 """Training images, evenly spread, whose mean and standard deviation normalise all streamed images."""
-THREAD_CHUNK = 64
-"""Images that a thread decodes before it takes the next ones."""
-LARGE = 2**24
-"""Pixels of an image above which it is decoded alone: by many threads at once such images would fill the memory."""
-ALONE = threading.Lock()
 
 
 class Found(NamedTuple):
@@ -141,34 +133,24 @@ def first_size(found: Sources) -> tuple[int, int]:
 def _decode(
     found: Sources, size: tuple[int, int], unreadable: UnreadableImages, resize: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pixels (M, 3, H, W) and the indices (M,) of the readable images; threads do, for Pillow releases the GIL."""
+    """Pixels (M, 3, H, W) and the indices (M,) of the readable images."""
     width, height = size
     if len(found) * 3 * height * width > files.cap():
         raise DataError(
             f"{len(found)} images of {width}x{height} take more than the {files.cap()} bytes of "
             f"${files.CAP_VARIABLE}: give a smaller image_size"
         )
-    pixels = np.empty((len(found), 3, height, width), np.uint8)
 
-    def fill(i: int) -> str:
-        """Decode one image; returns the reason where that cannot be done."""
-        try:
-            image = images.open_image(io.BytesIO(found.read(i)))
-            if image.size != size and not resize:
-                raise DataError(
-                    f"{found.path(i)} is {image.width}x{image.height} but others are {width}x{height}: "
-                    "give image_size to resize them all"
-                )
-            with ALONE if image.width * image.height > LARGE else nullcontext():
-                image = images.to_rgb(image)
-                image = image if image.size == size else image.resize(size, Image.Resampling.BILINEAR)
-            pixels[i] = np.asarray(image).transpose(2, 0, 1)
-        except Unreadable as error:
-            return str(error)
-        return ""
+    def decode(i: int) -> np.ndarray:
+        image = images.open_image(io.BytesIO(found.read(i)))
+        if image.size != size and not resize:
+            raise DataError(
+                f"{found.path(i)} is {image.width}x{image.height} but others are {width}x{height}: "
+                "give image_size to resize them all"
+            )
+        with images.alone(image):
+            image = images.to_rgb(image)
+            image = image if image.size == size else image.resize(size, Image.Resampling.BILINEAR)
+        return np.asarray(image).transpose(2, 0, 1)
 
-    with warnings.catch_warnings(action="ignore"), ThreadPool(reader.cores()) as pool:
-        reasons = list(pool.imap(fill, range(len(found)), THREAD_CHUNK))
-    unreadable.add((found.name(i), reason) for i, reason in enumerate(reasons) if reason)
-    read = torch.tensor([i for i, reason in enumerate(reasons) if not reason], dtype=torch.int64)
-    return torch.from_numpy(pixels if len(read) == len(found) else pixels[read.numpy()]), read
+    return decode_all(found, (height, width), unreadable, decode)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import io
 import math
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -40,6 +42,9 @@ OVERSIZE = 1.5
 """Images are decoded no smaller than this many times their later size: what is lost then cannot be seen."""
 RESIZED_AT_ONCE = 64
 """As floats images take much more memory than as bytes."""
+LARGE = 2**24
+"""Pixels of an image above which it is decoded alone: by many threads at once such images would fill the memory."""
+ALONE = threading.Lock()
 
 
 def open_image(file: BinaryIO) -> Image.Image:
@@ -56,6 +61,11 @@ def open_image(file: BinaryIO) -> Image.Image:
     if min(width, height) < MIN_SIDE:
         raise Unreadable(f"it is {width}x{height}: {MIN_SIDE} pixels a side are the least")
     return image
+
+
+def alone(image: Image.Image) -> AbstractContextManager[object]:
+    """A large image is decoded, and made smaller, while no other is."""
+    return ALONE if image.width * image.height > LARGE else nullcontext()
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -121,12 +131,13 @@ def crop(content: bytes, box: Sequence[float] | None, size: int) -> np.ndarray:
         image.draft(None, (math.ceil(width / factor), math.ceil(height / factor)))
         x, y = image.width / width, image.height / height
         left, top, across, down = left * x, top * y, across * x, down * y
-    image = to_rgb(image)
-    right = max(int(left) + 1, min(image.width, round(left + across)))
-    bottom = max(int(top) + 1, min(image.height, round(top + down)))
-    place = int(left), int(top), right, bottom
-    factor = int(min(right - place[0], bottom - place[1]) / (OVERSIZE * size))
-    return np.asarray(image.reduce(factor, place) if factor > 1 else image.crop(place))
+    with alone(image):
+        image = to_rgb(image)
+        right = max(int(left) + 1, min(image.width, round(left + across)))
+        bottom = max(int(top) + 1, min(image.height, round(top + down)))
+        place = int(left), int(top), right, bottom
+        factor = int(min(right - place[0], bottom - place[1]) / (OVERSIZE * size))
+        return np.asarray(image.reduce(factor, place) if factor > 1 else image.crop(place))
 
 
 def _centre(width: int, height: int) -> tuple[float, float, float, float]:

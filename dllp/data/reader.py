@@ -51,12 +51,11 @@ def cores() -> int:
 class Request(NamedTuple):
     """Images of one batch by index (B,), and random numbers (B, DRAWS) for crops; None takes the centre of each.
 
-    An unreadable image is omitted, or with `fill` replaced by the next readable one.
+    The next readable image takes the place of an unreadable one.
     """
 
     numbers: np.ndarray
     draws: np.ndarray | None = None
-    fill: bool = False
 
 
 class Decoded(NamedTuple):
@@ -91,7 +90,7 @@ class Reader(Dataset[Decoded]):
         numbers, mirror, images = list[int](), list[bool](), list[np.ndarray]()
         with warnings.catch_warnings(action="ignore"):  # Pillow's about odd files
             for first, box, flip in zip(request.numbers.tolist(), boxes, mirrors, strict=True):
-                for number in range(first, first + (TRIES if request.fill else 1)):
+                for number in range(first, first + TRIES):
                     number %= len(self.sources)
                     try:
                         images.append(crop(self.sources.read(number), box, self.image_size))

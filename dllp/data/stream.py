@@ -10,6 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.pool import ThreadPool
 from typing import ClassVar, Self
 
 import numpy as np
@@ -19,15 +20,16 @@ from torch.utils.data import DataLoader
 
 from dllp.data import reader
 from dllp.data.arrays import ArrayData, Augment, generator
-from dllp.data.images import DRAWS, resize_all
+from dllp.data.images import DRAWS, crop, resize_all, resize_one
 from dllp.data.reader import Decoded, Reader, Request
 from dllp.data.sources import Sources
-from dllp.data.unreadable import UnreadableImages
+from dllp.data.unreadable import Unreadable, UnreadableImages
 from dllp.errors import DataError
 
 IN_MEMORY = 2**32
 """Bytes up to which decoded images are kept in memory."""
-CHUNK = 64
+THREAD_CHUNK = 64
+"""Images that a thread decodes before it takes the next ones."""
 
 
 @dataclass(frozen=True)
@@ -82,18 +84,37 @@ class StreamedData:
 
         Beyond :data:`IN_MEMORY` bytes they lie in a temporary file, which the system reads as they are needed.
         """
-        requests = [Request(np.arange(i, min(i + CHUNK, len(self)))) for i in range(0, len(self), CHUNK)]
-        x, read, unreadable = _allocate((len(self), *self.shape)), [], list[tuple[int, str]]()
-        filled = 0
-        for batch in read_batches(self, requests, finish=True):
-            unreadable += batch.unreadable
-            x[filled : filled + len(batch.numbers)] = batch.pixels.numpy()
-            filled += len(batch.numbers)
-            read.append(batch.numbers)
-        self.count_unreadable(unreadable)
-        if not filled:
+        size = self.image_size
+
+        def decode(i: int) -> np.ndarray:
+            return resize_one(crop(self.sources.read(i), None, size), False, size)
+
+        x, read = decode_all(self.sources, (size, size), self.unreadable, decode)
+        if not len(read):
             raise DataError("there are no images to decode: at least one is needed")
-        return ArrayData(torch.from_numpy(x[:filled]), self.y[torch.cat(read)], self.mean, self.std)
+        return ArrayData(x, self.y[read], self.mean, self.std)
+
+
+def decode_all(
+    sources: Sources, size: tuple[int, int], unreadable: UnreadableImages, decode: Callable[[int], np.ndarray]
+) -> tuple[Tensor, Tensor]:
+    """Pixels (M, 3, H, W) and indices (M,) of all readable images; by threads, for Pillow releases the GIL.
+
+    `decode` makes (3, H, W) uint8 of the image with an index, H and W the given `size`.
+    """
+    pixels, reasons = _allocate((len(sources), 3, *size)), dict[int, str]()
+
+    def fill(i: int) -> None:
+        try:
+            pixels[i] = decode(i)
+        except Unreadable as error:
+            reasons[i] = str(error)
+
+    with warnings.catch_warnings(action="ignore"), ThreadPool(reader.cores()) as pool:  # Pillow's about odd files
+        list(pool.imap(fill, range(len(sources)), THREAD_CHUNK))
+    unreadable.add((sources.name(i), reasons[i]) for i in sorted(reasons))
+    read = torch.tensor([i for i in range(len(sources)) if i not in reasons], dtype=torch.int64)
+    return torch.from_numpy(pixels[read.numpy()] if reasons else pixels), read
 
 
 def _allocate(shape: tuple[int, ...]) -> np.ndarray:
@@ -108,11 +129,9 @@ def _allocate(shape: tuple[int, ...]) -> np.ndarray:
         return np.memmap(file, np.uint8, "w+", shape=shape)
 
 
-def read_batches(data: StreamedData, requests: Iterable[Request], finish: bool) -> Iterator[Decoded]:
-    """The batch of each request, as :class:`Reader` makes it, by worker processes."""
+def read_batches(data: StreamedData, requests: Iterator[Request], finish: bool) -> Iterator[Decoded]:
+    """The batch of each request, as :class:`Reader` makes it, by worker processes; requests never end."""
     count = reader.cores() if data.workers is None else data.workers
-    if isinstance(requests, list):
-        count = min(count, len(requests))
     # More processes than cores are the user's choice: no warning.
     with warnings.catch_warnings(action="ignore"), reader.starting_workers():
         loader = DataLoader(
@@ -125,10 +144,7 @@ def read_batches(data: StreamedData, requests: Iterable[Request], finish: bool) 
     try:
         while True:
             reader.check_workers()
-            batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
+            yield next(batches)
     except (RuntimeError, ConnectionError, EOFError) as error:  # the latter where it dies while it hands a batch over
         if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
             raise
@@ -228,5 +244,5 @@ def batch_order(
         for k in range(step, len(data) // size):
             draws = torch.rand(size, DRAWS, generator=generator(seed, 5, number, k)).numpy()
             crops = draws[part] if data.augment == "resized-crop" else None
-            yield Request(order[k * size : (k + 1) * size][part], crops, fill=True)
+            yield Request(order[k * size : (k + 1) * size][part], crops)
         step = 0

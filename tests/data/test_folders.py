@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from dllp import data, files
-from dllp.data import StreamBatches, image_folder, images, ood, reader
+from dllp.data import StreamBatches, images, ood, reader, stream
 from dllp.data.unreadable import Unreadable
 from dllp.errors import DataError
 from tests.support import pictures
@@ -152,7 +152,7 @@ def test_every_image_is_opened_once_and_threads_change_nothing(tmp_path, monkeyp
     opened, plain = [], files.open_plain
     monkeypatch.setattr(files, "open_plain", lambda path, kind: opened.append(str(path)) or plain(path, kind))
     monkeypatch.setattr(reader, "cores", lambda: 4)
-    monkeypatch.setattr(image_folder, "THREAD_CHUNK", 2)
+    monkeypatch.setattr(stream, "THREAD_CHUNK", 2)
     told = []
     loaded = data.load(tmp_path, image_size=8, max_bad=0.1, report=lambda image: told.append(str(image)))
     assert sorted(opened) == sorted(str(tmp_path / name) for name in names)
@@ -177,8 +177,8 @@ def test_large_images_are_decoded_one_at_a_time(tmp_path, monkeypatch):
 
     monkeypatch.setattr(images, "to_rgb", watched)
     monkeypatch.setattr(reader, "cores", lambda: 4)
-    monkeypatch.setattr(image_folder, "THREAD_CHUNK", 1)
-    monkeypatch.setattr(image_folder, "LARGE", 10)
+    monkeypatch.setattr(stream, "THREAD_CHUNK", 1)
+    monkeypatch.setattr(images, "LARGE", 10)
     data.load(tmp_path)
     assert most == [1] * 12
 

@@ -27,7 +27,7 @@ from tests.support.commands import UNTRACED
 
 def request(count: int, *numbers: int) -> Request:
     draws = np.random.default_rng(3).random((count, 5))
-    return Request(np.array(numbers or range(count)), draws, fill=True)
+    return Request(np.array(numbers or range(count)), draws)
 
 
 @pytest.mark.parametrize("finish", [True, False])
