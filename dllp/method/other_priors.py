@@ -15,22 +15,15 @@ import torch
 from torch import Tensor
 
 from dllp.method import spike_and_slab
-
-_HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
-
+from dllp.method.spike_and_slab import HALF_LOG_2PI, log
 
 POLARIZATION = 1.2
 """t of equation 6: at this value small and large factors part."""
 
 
-def _log(value: Tensor | float) -> Tensor | float:
-    """(...) -> (...): logarithm that keeps a float a float, so that no constant is copied to the device."""
-    return value.log() if isinstance(value, Tensor) else math.log(value)
-
-
 def laplace_log_prob(w: Tensor, scale: Tensor | float) -> Tensor:
     """(...) -> (...): normalised log density of Laplace(0, scale), the prior behind l1 pruning (1-3)."""
-    return -w.abs() / scale - _log(scale) - math.log(2)
+    return -w.abs() / scale - log(scale) - math.log(2)
 
 
 def laplace_score(w: Tensor, scale: Tensor | float) -> Tensor:
@@ -40,7 +33,7 @@ def laplace_score(w: Tensor, scale: Tensor | float) -> Tensor:
 
 def gaussian_log_prob(w: Tensor, std: Tensor | float) -> Tensor:
     """(...) -> (...): normalised log density of N(0, std^2), the prior behind l2 pruning (4)."""
-    return -0.5 * (w / std) ** 2 - _log(std) - _HALF_LOG_2PI
+    return -0.5 * (w / std) ** 2 - log(std) - HALF_LOG_2PI
 
 
 def gaussian_score(w: Tensor, std: Tensor | float) -> Tensor:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-from dllp.errors import ConfigError
-
 TAU_START, TAU_END = 1.0, 0.1
 """Temperature of the relaxed gates at the start of a run, and when they are decided."""
 
@@ -17,14 +15,8 @@ def _share(progress: float, begin: float, until: float) -> float:
     return max(0.0, (progress - begin) / (until - begin)) if until > begin else 0.0
 
 
-def _check_order(begin: float, until: float, names: str) -> None:
-    if not 0 <= begin <= until <= 1:
-        raise ConfigError(f"{names} = {begin}, {until}: give fractions of the run with 0 <= first <= second <= 1")
-
-
 def learning_rate(progress: float, *, peak: float, end: float, warmup: float) -> float:
     """Linear rise from 0 to `peak` during the fraction `warmup` of the run, then half a cosine down to `end`."""
-    _check_order(0.0, warmup, "begin and warmup of the learning rate")
     if progress < warmup:
         return peak * max(0.0, progress) / warmup
     share = _share(progress, warmup, 1.0)
@@ -36,15 +28,11 @@ def temperature(progress: float, *, start: float, end: float, until: float) -> f
 
     Linear in log tau: the gates' logits are divided by tau, so equal steps sharpen them by equal factors.
     """
-    _check_order(0.0, until, "begin and until of the temperature")
-    if start <= 0 or end <= 0:
-        raise ConfigError(f"temperatures {start} and {end}: both must be positive")
     share = _share(progress, 0.0, until)
     return start ** (1 - share) * end**share
 
 
 def budget_ramp(progress: float, *, target: float, begin: float, until: float) -> float:
     """Fraction of the dense cost to aim at: 1 until `begin`, linearly down to `target` at `until`, then `target`."""
-    _check_order(begin, until, "begin and until of the budget ramp")
     share = _share(progress, begin, until)
     return (1 - share) + share * target

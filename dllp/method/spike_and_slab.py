@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-_HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
-def _log(value: Tensor | float) -> Tensor | float:
+def log(value: Tensor | float) -> Tensor | float:
     """(...) -> (...): logarithm that keeps a float a float, so that no constant is copied to the device."""
     return value.log() if isinstance(value, Tensor) else math.log(value)
 
@@ -25,7 +25,7 @@ def _slab_logit(w: Tensor, logit: Tensor, slab: Tensor | float, spike: Tensor | 
     largest = torch.finfo(w.dtype).max
     # Both clamps keep inf - inf and 0 * inf away for huge weights and for gates at exactly 0 or 1.
     energy = (0.5 * (spike * spike - slab * slab) * (w * w).clamp_max(largest)).clamp(-largest, largest)
-    return logit + (_log(slab) - _log(spike)) + energy
+    return logit + (log(slab) - log(spike)) + energy
 
 
 def log_prob(w: Tensor, logit: Tensor, slab: Tensor | float, spike: Tensor | float) -> Tensor:
@@ -34,9 +34,9 @@ def log_prob(w: Tensor, logit: Tensor, slab: Tensor | float, spike: Tensor | flo
     Equation 10 with the exponents' missing minus signs; `slab` (lambda) and `spike` (epsilon) are root precisions.
     """
     square = w * w
-    in_slab = logsigmoid(logit) + _log(slab) - 0.5 * slab * slab * square
-    in_spike = logsigmoid(-logit) + _log(spike) - 0.5 * spike * spike * square
-    return torch.logaddexp(in_slab, in_spike) - _HALF_LOG_2PI
+    in_slab = logsigmoid(logit) + log(slab) - 0.5 * slab * slab * square
+    in_spike = logsigmoid(-logit) + log(spike) - 0.5 * spike * spike * square
+    return torch.logaddexp(in_slab, in_spike) - HALF_LOG_2PI
 
 
 def responsibility(w: Tensor, logit: Tensor, slab: Tensor | float, spike: Tensor | float) -> Tensor:

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dllp.errors import ConfigError
 from dllp.method import schedule
 
 share = st.floats(0, 1)
@@ -85,12 +84,3 @@ def test_progress_outside_the_run_is_held_at_its_ends() -> None:
         assert schedule.temperature(progress, start=1.0, end=0.1, until=0.5) == pytest.approx(tau)
     assert schedule.learning_rate(-1, peak=1.0, end=0.1, warmup=0.1) == 0
     assert schedule.learning_rate(2, peak=1.0, end=0.1, warmup=0.1) == pytest.approx(0.1)
-
-
-def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(ConfigError, match="warmup"):
-        schedule.learning_rate(0.5, peak=1.0, end=0.1, warmup=2.0)
-    with pytest.raises(ConfigError, match="budget ramp"):
-        schedule.budget_ramp(0.5, target=0.4, begin=0.6, until=0.3)
-    with pytest.raises(ConfigError, match="positive"):
-        schedule.temperature(0.5, start=1.0, end=0.0, until=0.5)
