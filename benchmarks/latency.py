@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dllp.cli.speed import environment
+from dllp.cli.commands import environment
 from dllp.deploy import speed
 from dllp.structure.groups import discover
 from dllp.structure.slicing import cut, recipe

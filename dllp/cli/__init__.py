@@ -1,1 +1,1 @@
-"""The command line: one file a command."""
+"""The command line: main, parser, displays, run folders, and the commands."""

@@ -1,0 +1,134 @@
+"""The short commands: analyze, bench, export, methods and speed; each imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import platform
+from argparse import Namespace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from dllp import files
+from dllp.cli import progress
+from dllp.cli.open_run import read_run
+from dllp.errors import ArtifactError, ConfigError
+from dllp.runs.folder import SPEED
+
+OWN_PAPER = "Efficient Stein Variational Inference for Reliable Distribution-lossless Network Pruning"
+
+
+def analyze(args: Namespace) -> None:
+    """Describe the weights of one particle before pruning, of the kept and of the removed part."""
+    from dllp.evaluation import weight_analysis
+
+    opened = read_run(Path(args.folder), args).open(shape=args.shape)
+    report = weight_analysis.analyze(opened.result, args.particle - 1, opened.dense_network())
+    if args.json is not None:
+        files.write_json(Path(args.json), {"folder": str(opened.folder), **report}, named=True)
+    if not args.quiet:
+        print(weight_analysis.text(report))
+
+
+def bench(args: Namespace) -> None:
+    """Run what a table of the paper lacks; the parser has found the package `paper` of a checkout already."""
+    command, launch = import_module("paper.command"), import_module("paper.launch")
+    given = {name: value for name, value in vars(args).items() if name not in ("command", "chosen")}
+    quiet = given.get("quiet", False)
+    try:
+        command.execute(
+            given,
+            download=lambda: progress.download(quiet),
+            reporter=lambda: progress.reporter(quiet, pause=60.0),
+        )
+    except KeyboardInterrupt as error:
+        error.add_note(launch.KEPT)
+        raise
+
+
+def export(args: Namespace) -> None:
+    """Write one particle, or the posterior, as an ONNX or pt2 file."""
+    from dllp.deploy import export
+
+    if args.posterior and args.particle is not None:
+        raise ConfigError("--particle and --posterior exclude each other: give one of them")
+    format = export.format_of(Path(args.out), args.format)
+    if format == "onnx":
+        export.require_onnx()
+    opened = read_run(Path(args.folder), args).open(shape=args.shape)
+    particle = None if args.posterior else (1 if args.particle is None else args.particle) - 1
+    done = export.export(
+        opened.result, args.out, opened.shape, format=format, particle=particle, uint8=args.uint8, pad_to=args.pad_to
+    )
+    kind = "uint8" if args.uint8 else "float32"
+    print(f"{done.path}: {done.bytes:,} bytes, {kind} input (batch, {', '.join(map(str, opened.shape))})")
+    print(f"outputs: {', '.join(done.outputs)}")
+    print(f"largest difference from PyTorch: {done.difference:.2g} ({done.runtime}, batches of {export.BATCHES})")
+
+
+def methods(args: Namespace) -> None:
+    """List every method with what it removes, its paper and year, and the figures that the paper states."""
+    from dllp.baselines import METHODS, hyperparameters
+
+    own = {"name": "dllp", "removes": "channels or weights", "year": 2023, "paper": OWN_PAPER}
+    listed = [own | {"hyperparameters": {}, "published": []}]
+    for method in METHODS.values():
+        named = {"name": method.name, "removes": f"{method.granularity}s", "year": method.year, "paper": method.paper}
+        figures = [vars(figure) for figure in method.published]
+        listed.append(named | {"hyperparameters": hyperparameters(method), "published": figures})
+    if args.json is not None:
+        files.write_json(Path(args.json), listed, named=True)
+    width = max(len(entry["name"]) for entry in listed)
+    for entry in listed:
+        figures = "".join(f"; {f['network']}: {f['drop']:g} lost at -{f['removed']:g}%" for f in entry["published"])
+        settings = "".join(f"; {name} {value:g}" for name, value in entry["hyperparameters"].items())
+        print(f"{entry['name']:{width}}  {entry['year']}  {entry['paper']} ({entry['removes']}{settings}{figures})")
+
+
+def speed(args: Namespace) -> None:
+    """Time dense and pruned network, and leave the figures of the first particle in the run folder for its report."""
+    from dllp.deploy import speed
+    from dllp.deploy.export import require_onnx
+
+    require_onnx()
+    folder = Path(args.folder)
+    opened = read_run(folder, args).open(shape=args.shape)
+    shape = opened.shape
+    subjects = speed.subjects(opened.result, shape, particle=args.particle - 1, round_to=args.round_to)
+    with progress.status(args.quiet) as show:
+        rows = speed.measure(subjects, shape, batches=args.batch, seconds=args.seconds, progress=show)
+        show("layers")
+        layers = speed.layers(subjects[0], subjects[1], shape, batch=max(args.batch))
+    report = {
+        "folder": str(folder),
+        "environment": environment(),
+        "rows": speed.as_dict(rows),
+        "layers": [vars(layer) | {"lost_ms": layer.lost_ms} for layer in layers],
+    }
+    if args.json is not None:
+        files.write_json(Path(args.json), report, named=True)
+    if not args.quiet:
+        progress.show_speed(rows, layers, f"{folder}: particle {args.particle} against dense")
+    if args.particle == 1:  # the one that the report speaks of
+        try:
+            files.write_json(folder / SPEED, report)
+        except ArtifactError as error:
+            progress.warn(f"{error}; the report will not show these times")
+
+
+def environment() -> dict[str, Any]:
+    """Versions and hardware of a measurement by `dllp speed`."""
+    import onnxruntime
+    import torch
+
+    from dllp.devices.device import environment
+
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    except OSError:
+        processor = platform.processor()
+    return environment(torch.device("cuda" if torch.cuda.is_available() else "cpu")) | {
+        "onnxruntime": onnxruntime.__version__,
+        "processor": processor,
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+    }
