@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from dllp.config import Config
-from dllp.errors import DataError, first_line
+from dllp.errors import DataError, StructureError, first_line
 from dllp.method import likelihood
 from dllp.structure.trace import UNFIT
 
@@ -184,6 +184,33 @@ def evaluating(*networks: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+# ---- outputs of any structure
+
+
+def entry(outputs: Any, name: str) -> Any:
+    """An entry of a mapping or an attribute of an output object by name; None where there is none."""
+    if isinstance(outputs, Mapping):
+        return outputs.get(name)
+    return None if isinstance(outputs, (Tensor, tuple, list)) else getattr(outputs, name, None)
+
+
+def logits_of(outputs: Any) -> Tensor:
+    """The logits in a network's outputs: a tensor, `logits` of an object or mapping, or the first of a tuple.
+
+    A named tuple that has `logits` is asked for them.
+    """
+    if isinstance(outputs, Tensor):
+        return outputs
+    named = getattr(outputs, "logits", None) if isinstance(outputs, tuple) else entry(outputs, "logits")
+    found = outputs[0] if named is None and isinstance(outputs, (tuple, list)) and outputs else named
+    if not isinstance(found, Tensor):
+        raise StructureError(
+            f"the network returns a {type(outputs).__name__} without logits: give select=, a function that finds them, "
+            "or loss="
+        )
+    return found
 
 
 # ---- inputs that a user gives

@@ -254,5 +254,14 @@ def make_teacher(
         return None
     teacher = Teacher(model if other is None else other, config, device)
     if other is not None:
-        teacher.check(example, _outputs(model, example, training=False)[0].numel())
+        _check_teacher(teacher.network, example, _outputs(model, example, training=False)[0].numel())
     return teacher
+
+
+def _check_teacher(network: nn.Module, example: Tensor, outputs: int) -> None:
+    """Raise where the teacher does not give as many outputs for an example (2, ...) as the network it teaches."""
+    weight = next(network.parameters(), example)
+    found = network(example.to(weight.device, weight.dtype if example.is_floating_point() else None))
+    if not isinstance(found, Tensor) or found[0].numel() != outputs:
+        given = f"{found[0].numel()} outputs" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise StructureError(f"the teacher gives {given} where the network gives {outputs}: both must agree")

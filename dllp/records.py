@@ -54,6 +54,7 @@ class Moment:
         shapes: Of the kept weights: their number, near-zero ratio, KS distance to their Gaussian, p-value of one mode.
         accuracy, nll: On data that was handed over for it; of a regression `nll` is the mean squared error.
         ensemble: Accuracy and negative log-likelihood of the mean prediction.
+        metrics: The user's own, means over the data.
     """
 
     name: MomentName
@@ -62,6 +63,7 @@ class Moment:
     accuracy: list[float] | None = None
     nll: list[float] | None = None
     ensemble: dict[str, float] | None = None
+    metrics: list[dict[str, float]] | None = None
 
 
 @dataclass(frozen=True)

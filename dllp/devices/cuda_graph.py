@@ -7,27 +7,31 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from dllp.devices import trees
 from dllp.errors import first_line
 
 WARMUP = 3  # eager steps before the capture, in which libraries choose their kernels
+SHAPES = 8
+"""Most shapes of batches that are captured: a graph holds the memory of its whole step."""
 
 
 class Capture:
     """Calls `step(x, y)`; on CUDA the call is captured once for each key and shape, and replayed.
+
+    Both may be batches of any structure (:mod:`dllp.devices.trees`).
 
     Attributes:
         state: `eager`, `graph`, or `eager (reason)` where capturing failed.
     """
 
     def __init__(
-        self, step: Callable[[Tensor, Tensor], None], generator: torch.Generator, *, enabled: bool,
+        self, step: Callable[[Any, Any], None], generator: torch.Generator, *, enabled: bool,
         deterministic: bool = False,
     ) -> None:  # fmt: skip
         self.step, self.generator, self.enabled, self.deterministic = step, generator, enabled, deterministic
         self.state = "eager"
-        self.graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self.graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Any, Any]] = {}
         self.seen: dict[Any, int] = {}
         self.side: torch.cuda.Stream | None = None
         self.phase = ""
@@ -39,8 +43,8 @@ class Capture:
         if self.enabled:
             torch.cuda.empty_cache()
 
-    def __call__(self, x: Tensor, y: Tensor, *, key: str) -> None:
-        if x.device.type != "cuda":
+    def __call__(self, x: Any, y: Any, *, key: str) -> None:
+        if not any(tensor.is_cuda for tensor in trees.tensors(x)):
             return self.step(x, y)
         # shapes are fixed within a phase, so that cuDNN may measure which kernels are fastest
         with torch.backends.cudnn.flags(
@@ -49,25 +53,29 @@ class Capture:
         ):  # fmt: skip
             self._run(x, y, key)
 
-    def _run(self, x: Tensor, y: Tensor, key: Any) -> None:
+    def _run(self, x: Any, y: Any, key: Any) -> None:
         if not self.enabled:
             return self.step(x, y)
         if key != self.phase:  # phases do not return, and a graph holds the memory of its whole step
             self.phase = key
             self.reset()
-        key = (key, x.shape, x.dtype, y.shape)
+        key = (key, trees.signature(x), trees.signature(y))
         if key not in self.graphs:
+            if len(self.graphs) == SHAPES:
+                self.reset()
+                self.enabled, self.state = False, f"eager (batches of more than {SHAPES} shapes)"
+                return self.step(x, y)
             self.seen[key] = self.seen.get(key, 0) + 1
             if self.seen[key] <= WARMUP:
                 return self._on_side_stream(x, y)
             if not self._capture(key, x, y):
                 return self.step(x, y)
         graph, static_x, static_y = self.graphs[key]
-        static_x.copy_(x)
-        static_y.copy_(y)
+        trees.copy_(static_x, x)
+        trees.copy_(static_y, y)
         graph.replay()
 
-    def _on_side_stream(self, x: Tensor, y: Tensor) -> None:
+    def _on_side_stream(self, x: Any, y: Any) -> None:
         """Run a warm-up step on a side stream, as a capture does.
 
         Autograd remembers the stream a parameter was first used on, and memory freed on a stream serves that stream
@@ -79,8 +87,8 @@ class Capture:
             self.step(x, y)
         torch.cuda.current_stream().wait_stream(self.side)
 
-    def _capture(self, key: Any, x: Tensor, y: Tensor) -> bool:
-        graph, static_x, static_y = torch.cuda.CUDAGraph(), x.clone(), y.clone()
+    def _capture(self, key: Any, x: Any, y: Any) -> bool:
+        graph, static_x, static_y = torch.cuda.CUDAGraph(), trees.cloned(x), trees.cloned(y)
         graph.register_generator_state(self.generator)
         gc.collect()  # a graph of an earlier run that is freed during a capture would break it off
         try:
@@ -90,7 +98,7 @@ class Capture:
             self.enabled = False
             self.state = f"eager ({first_line(error)})"
             # an aborted capture stays registered with its generators: give them fresh states with the same numbers
-            for generator in (self.generator, torch.cuda.default_generators[x.device.index]):
+            for generator in (self.generator, torch.cuda.default_generators[trees.tensors(x)[0].device.index]):
                 generator.graphsafe_set_state(generator.clone_state())
             return False
         self.graphs[key] = (graph, static_x, static_y)

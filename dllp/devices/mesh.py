@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dllp.devices import trees
 from dllp.errors import DataError, RankError
 
 T = TypeVar("T")
@@ -124,14 +125,15 @@ class Place:
             raise error
         return slice(count * index // size, count * (index + 1) // size)
 
-    def shard(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, float]:
+    def shard(self, x: Any, y: Any) -> tuple[Any, Any, float]:
         """A batch as it was read -> this process's shard, and its fraction of the whole batch."""
         if self.shards.size == 1:
             return x, y, 1.0
         if self.batch is not None:
             return x, y, len(x) / self.batch
-        part = self.part(len(x))
-        return x[part], y[part], len(x[part]) / len(x)
+        size = trees.count(x)
+        part = self.part(size)
+        return trees.part(x, part), trees.part(y, part), (part.stop - part.start) / size
 
 
 class Mirror:

@@ -27,15 +27,16 @@ WRAPPERS = (torch.jit.ScriptModule, nn.DataParallel, nn.parallel.DistributedData
 
 
 @contextmanager
-def explained(x: Tensor, cut: bool) -> Iterator[None]:
-    """Explain the error of a network that fails on a batch although it took the first examples."""
+def explained(inputs: Any, cut: bool) -> Iterator[None]:
+    """Explain the error of a network that fails on inputs of any structure although it took the first examples."""
     try:
         yield
     except UNFIT as error:
+        x = next((leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), torch.zeros(0))
         if type(error) not in UNFIT or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             raise
         why = "its forward depends on the examples: filter_fn can keep layers whole" if cut else "look at its examples"
-        if len(x) == 1:
+        if x.dim() and len(x) == 1:
             why += "; where it cannot learn from a single one, use drop_last=True or another batch size"
         what = "cut network" if cut else "network"
         raise StructureError(

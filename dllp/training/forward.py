@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import TypeVar
+import copy
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from dllp.config import Config
-from dllp.devices import fuse, recompute
+from dllp.devices import fuse, recompute, trees
 from dllp.devices.device import cast_like_autocast
 from dllp.devices.mesh import Axis, synchronise
 from dllp.posterior import evaluating
@@ -39,6 +41,7 @@ class Forward:
         self.networks: list[nn.Module] = []
         self.lane = 8 if cuda else 1  # widths that tensor cores like
         self.closed: list[tuple[Fold, Tensor]] = []
+        self._views: dict[int, tuple[nn.Module, list[Tensor | None]]] = {}
         self._fused = cuda and config.engine != "eager" and fuse.available()
         self._recompute = recompute.Recompute()
         self.stages = recompute.stages(particles.networks[0]) if config.recompute else []
@@ -46,15 +49,16 @@ class Forward:
         aside = cuda and n > 1 and config.accumulate == 1 and not config.recompute
         self._streams = [torch.cuda.Stream(particles.device) for _ in range(n)] if aside else []
 
-    def prepare(self, x: Tensor, shards: Axis) -> None:
-        """Make the networks ready for batches like x (B, ...), unless they are."""
+    def prepare(self, x: Any, shards: Axis) -> None:
+        """Make the networks ready for batches like x, unless they are; norms are fused where it is one tensor."""
         if self.networks:
             return
         active = self.particles.active
         if self.config.sync_batch_norm and shards.size > 1:
             self.networks = [synchronise(network, shards) for network in active]
         else:
-            self.networks = fuse.fuse(active, x[:16], self.stages) if self._fused else active
+            fused = self._fused and isinstance(x, Tensor)
+            self.networks = fuse.fuse(active, x[:16], self.stages) if fused else active
 
     def slice(self, gating: ChannelGating, keep: Tensor, logits: Tensor) -> None:
         """Run the networks cut to `keep` (n, U) from here on, padded by the likeliest closed channels."""
@@ -64,26 +68,43 @@ class Forward:
         slab = [gating.recipe(network, row) for network, row in zip(networks, keep, strict=True)]
         self.particles.slice(wide, slab)
         self.networks = []
+        self._views.clear()
         if self.lane > 1:
             parts = zip(self.particles.sliced, padded, keep, strict=True)
             self.closed = [gating.closed(part.network, pad, row) for part, pad, row in parts]
 
-    def __call__(self, i: int, x: Tensor, gates: Tensor | None) -> Tensor:
-        """(B, ...) inputs and particle i's gates (U,) -> (B, C) outputs; without gates all are open."""
-        return self._call(self.networks[i], i, x, gates)
+    def __call__(self, i: int, gates: Tensor | None) -> nn.Module:
+        """Particle i with its gates (U,), to be called with whatever the network takes; without gates all are open."""
+        return self._gated(self.networks[i], i, gates)
 
-    def evaluate(self, i: int, x: Tensor, gates: Tensor | None) -> Tensor:
-        """The same in evaluation mode, without gradients and without fused norms."""
+    def called(self, i: int, gates: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Outputs of particle i with its gates, its norms not fused: for loops that are not ours."""
+        return self._call(self.particles.active[i], i, gates, args, kwargs)
+
+    @contextmanager
+    def evaluated(self, i: int, gates: Tensor | None) -> Iterator[nn.Module]:
+        """Particle i with its gates in evaluation mode, without gradients and without fused norms."""
         network = self.particles.active[i]
         with torch.no_grad(), evaluating(network):
-            return self._call(network, i, x, gates)
+            yield self._gated(network, i, gates)
 
-    def _call(self, network: nn.Module, i: int, x: Tensor, gates: Tensor | None) -> Tensor:
+    def _gated(self, network: nn.Module, i: int, gates: Tensor | None) -> nn.Module:
+        """A view of the network, made once, with the gates of its next call."""
+        if id(network) not in self._views:
+            held: list[Tensor | None] = [None]
+            view = called_by(network, lambda args, kwargs: self._call(network, i, held[0], args, kwargs))
+            self._views[id(network)] = view, held
+        view, held = self._views[id(network)]
+        held[0] = gates
+        return view
+
+    def _call(self, network: nn.Module, i: int, gates: Tensor | None, args: Any, kwargs: Any) -> Any:
         bf16 = self.config.precision == "bfloat16"
         # cast weights must not be cached: a captured graph would keep the first step's
-        autocast = torch.autocast(x.device.type, torch.bfloat16, enabled=bf16, cache_enabled=False)
+        autocast = torch.autocast(self.particles.device.type, torch.bfloat16, cache_enabled=False)
         blocks = self._recompute(network, self.stages) if self.stages else nullcontext()
-        with autocast, blocks, explained(x, cut=bool(self.particles.sliced)):
+        explanation = explained((args, kwargs), cut=bool(self.particles.sliced))
+        with autocast if bf16 else nullcontext(), blocks, explanation:
             weights: dict[str, Tensor] = {}
             if self.closed:
                 fold, gate = self.closed[i]
@@ -92,8 +113,11 @@ class Forward:
                 weights = self.gating.fold(dict(network.named_parameters()), gates)
             if bf16:
                 weights = cast_like_autocast(network, weights)
-            outputs = functional_call(network, weights, (x,), tie_weights=False) if weights else network(x)
-        return outputs.float() if bf16 else outputs
+            if weights:
+                outputs = functional_call(network, weights, args, kwargs, tie_weights=False)
+            else:
+                outputs = network(*args, **kwargs)
+        return trees.apply(outputs, _widened) if bf16 else outputs
 
     def each(self, work: Callable[[int], T]) -> Sequence[T]:
         """work(i) for every particle; in a captured step each on a stream of its own, joined at the end.
@@ -110,3 +134,32 @@ class Forward:
         for stream in self._streams:
             main.wait_stream(stream)
         return results
+
+
+def called_by(network: nn.Module, call: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> nn.Module:
+    """The network as an instance of its own class that shares all that it holds, and whose calls go through `call`.
+
+    So a loss finds the methods, attributes, parameters and modes that it knows. Copies of it are plain networks.
+    """
+    kind = type(network)
+    members = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "__call__": lambda self, *args, **kwargs: call(args, kwargs),
+        "forward": lambda self, *args, **kwargs: call(args, kwargs),
+        "__deepcopy__": lambda self, memo: copy.deepcopy(_of(kind, self.__dict__), memo),
+        "__reduce_ex__": lambda self, protocol: _of(kind, self.__dict__).__reduce_ex__(protocol),
+    }
+    return _of(types.new_class(kind.__name__, (kind,), exec_body=lambda space: space.update(members)), network.__dict__)
+
+
+def _of(kind: type[nn.Module], held: dict[str, Any]) -> nn.Module:
+    """An instance that shares a module's attributes."""
+    twin = object.__new__(kind)
+    object.__setattr__(twin, "__dict__", held)
+    return twin
+
+
+def _widened(value: Tensor) -> Tensor:
+    return value.float() if value.dtype == torch.bfloat16 else value

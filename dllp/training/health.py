@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dllp.config import SPIKE_AND_SLAB
+from dllp.devices import trees
 from dllp.errors import NumericsError
 from dllp.training.state import RunState
 from dllp.training.step import step
@@ -43,12 +45,12 @@ def broken(state: RunState, trouble: str, number: int, *, in_data: bool = False)
     return error
 
 
-def in_data(state: RunState, x: Tensor, y: Tensor) -> str:
+def in_data(state: RunState, x: Any, y: Any) -> str:
     """Name the part of a batch that is not finite; empty where all is. Collective: all processes of a run call it."""
     return _first(state, _in_data(x, y))
 
 
-def diagnose(state: RunState, x: Tensor, y: Tensor) -> str:
+def diagnose(state: RunState, x: Any, y: Any) -> str:
     """Repeat a step of an unhealthy run and name what is not finite; empty where nothing is.
 
     Collective: all processes of a run call it, and return what the first one that finds something found.
@@ -69,9 +71,9 @@ def _first(state: RunState, text: str) -> str:
     return next(filter(None, state.place.everyone.all_gather_object(text)), "")
 
 
-def _in_data(x: Tensor, y: Tensor) -> str:
-    for name, value in (("inputs", x), ("targets", y)):
-        if value.is_floating_point() and not _finite(value):
+def _in_data(x: Any, y: Any) -> str:
+    for name, values in (("inputs", x), ("targets", y)):
+        if not all(_finite(value) for value in trees.tensors(values) if value.is_floating_point()):
             return f"NaN or infinity in the data ({name})"
     return ""
 

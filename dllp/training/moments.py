@@ -6,7 +6,7 @@ data that no step has seen, and the shape of the kept weights (Section 9).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllp.method import gates, weight_laws
+from dllp.devices import trees
+from dllp.method import gates, likelihood, weight_laws
 from dllp.records import Moment, MomentName
 from dllp.training.gating import WeightGating
+from dllp.training.objective import Outcome
 from dllp.training.state import RunState
 
-Evaluation = Callable[[], Iterator[tuple[Tensor, Tensor]]]
-"""Walks once over inputs (B, ...) and labels that are evaluated on, on the device of the run."""
+Evaluation = Callable[[], Iterator[tuple[Any, Any]]]
+"""Walks once over the batches that are evaluated on, on the device of the run."""
 
 
 @torch.no_grad()
@@ -63,34 +65,75 @@ def _figures(kept: np.ndarray) -> dict[str, float] | None:
 
 
 def _scores(state: RunState) -> dict[str, Any]:
-    """Accuracy and negative log-likelihood of each particle and of the ensemble; of a regression the squared error."""
-    classes, rows = state.config.task == "classification", state.place.rows
-    sums, together, count = torch.zeros(2, len(state.particles)), torch.zeros(2), 0
+    """Accuracy and negative log-likelihood of each particle and of the ensemble; of a regression the squared error.
+
+    Of a loss whose logits or labels are unknown the mean of the loss itself, and the user's own metrics of all.
+    """
+    rows, metrics = state.place.rows, state.metrics
+    sums, together, own = torch.zeros(3, len(state.particles)), torch.zeros(3), []
     z = gates_now(state)
     for x, y in state.validation():  # type: ignore[misc]
-        found = torch.stack([state.forward.evaluate(i, x, z[i]) for i in range(len(state.particles))])
-        count += len(x)
-        if not classes:
-            outputs = found.flatten(2)[..., : y[0].numel()]
-            sums[1] += (outputs - y.reshape(1, len(y), -1)).square().mean(2).sum(1).cpu()
+        found, named = [], []
+        for i in range(len(state.particles)):
+            with state.forward.evaluated(i, z[i]) as network:
+                found.append(state.objective(network, x, y))
+                named.append({} if metrics is None else metrics(network, x if y is None else (x, y)))
+        own.append((trees.count(x), named))
+        answers = [_probabilities(each, state) for each in found]
+        if any(p is None for p in answers):  # a regression, or only the loss is known
+            sums += torch.stack([torch.stack([loss.new_zeros(()), loss * trees.count(x), loss.new_tensor(trees.count(x))])
+                                 for loss in (each.loss.float().cpu() for each in found)], 1)  # fmt: skip
             continue
-        logits = found[..., :-1] if state.config.noise == "input" else found
-        probabilities = logits.double().softmax(-1)
-        sums += _hits_and_losses(probabilities, y).cpu()
+        probabilities, labels = torch.stack([p[0] for p in answers]), answers[0][1]  # type: ignore[index]
+        sums += _hits_and_losses(probabilities, labels).cpu()
         mean = rows.all_reduce_(probabilities.sum(0) / state.place.particles)
-        together += _hits_and_losses(mean[None], y)[:, 0].cpu()
-    each = rows.all_gather(sums.T.contiguous() / count).T.tolist()
-    if not classes:
-        return {"nll": each[1]}
-    accuracy, nll = (together / count).tolist()
-    return {"accuracy": each[0], "nll": each[1], "ensemble": {"accuracy": accuracy, "nll": nll}}
+        together += _hits_and_losses(mean[None], labels)[:, 0].cpu()
+    accuracy, nll, count = rows.all_gather(sums.T.contiguous()).T
+    scores: dict[str, Any] = {"nll": (nll / count).tolist()}
+    if float(together[2]):
+        scores |= {"accuracy": (accuracy / count).tolist()}
+        scores |= {"ensemble": {"accuracy": float(together[0] / together[2]), "nll": float(together[1] / together[2])}}
+    if metrics is not None:
+        scores["metrics"] = [m for part in rows.all_gather_object(_means(own)) for m in part]
+    return scores
+
+
+def _probabilities(found: Outcome, state: RunState) -> tuple[Tensor, Tensor] | None:
+    """(K, C) probabilities and (K,) classes, or (K, C) soft ones, of all labels that count; None where unknown."""
+    output, labels = found.output, found.labels
+    if output is None or labels is None or state.config.task == "regression":
+        return None
+    if state.config.task == "binary":  # the answers no and yes
+        yes = output.double().sigmoid().flatten()
+        return torch.stack([1 - yes, yes], 1), (labels.flatten() > 0.5).long()
+    logits = likelihood.class_last(output)
+    if labels.is_floating_point() and labels.shape == logits.shape:
+        return logits.double().softmax(-1), labels
+    if labels.shape != logits.shape[:-1]:  # of a loss that shifts them
+        return None
+    counted = labels != likelihood.IGNORED
+    return logits[counted].double().softmax(-1), labels[counted]
 
 
 def _hits_and_losses(probabilities: Tensor, y: Tensor) -> Tensor:
-    """(n, B, C) -> (2, n): hits, and sums of the negative log-likelihood."""
-    hits = (probabilities.argmax(-1) == y).double().sum(1)
-    logs = probabilities.clamp_min(1e-12).log().transpose(1, 2)
-    return torch.stack([hits, F.nll_loss(logs, y.expand(len(logs), -1), reduction="none").sum(1)]).float()
+    """(n, K, C) -> (3, n): hits, sums of the negative log-likelihood, and labels."""
+    classes = y.argmax(1) if y.dim() > 1 else y
+    hits = (probabilities.argmax(-1) == classes).double().sum(1)
+    logs = probabilities.clamp_min(1e-12).log()
+    if y.dim() > 1:
+        losses = -(y * logs).sum((1, 2))
+    else:
+        losses = F.nll_loss(logs.transpose(1, 2), y.expand(len(logs), -1), reduction="none").sum(1)
+    return torch.stack([hits, losses, torch.full_like(hits, len(y))]).float()
+
+
+def _means(batches: list[tuple[int, list[Mapping[str, Any]]]]) -> list[dict[str, float]]:
+    """Means of each particle's metrics over batches, by their examples."""
+    total = sum(count for count, _ in batches)
+    return [
+        {name: sum(count * float(named[i][name]) for count, named in batches) / total for name in first}
+        for i, first in enumerate(batches[0][1])
+    ]
 
 
 def gates_now(state: RunState) -> Tensor:

@@ -10,10 +10,11 @@ Steps, snapshots, health checks and other methods of pruning are functions of th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dllp.config import Config
 from dllp.devices.mesh import Mirror, Place
@@ -23,6 +24,7 @@ from dllp.records import EpochRecord, Moment, Phase
 from dllp.training.forward import Forward
 from dllp.training.gating import ChannelGating, WeightGating
 from dllp.training.latents import Latents
+from dllp.training.objective import Objective
 from dllp.training.particles import Particles
 from dllp.training.teacher import Teacher
 
@@ -40,20 +42,23 @@ class RunState:
         steps_per_epoch: With `config.epochs` it fixes what progress in [0, 1] means.
         place: Which of all particles these are, and which part of a batch they see; by default everything.
         teacher: The network that teaches, where `config.teacher` is `given`.
+        objective: The task loss; by default that of pairs (inputs, labels).
     """
 
     def __init__(
         self, particles: Particles, gating: ChannelGating | WeightGating | None, config: Config, *,
         num_data: int, steps_per_epoch: int, place: Place | None = None, teacher: Teacher | None = None,
+        objective: Objective | None = None,
     ) -> None:  # fmt: skip
         rows, device = particles.rows, particles.device
         # what the run is made of
         self.particles, self.gating, self.config = particles, gating, config
         self.place = place or Place(len(particles))
-        self.teacher = teacher
+        self.teacher, self.objective = teacher, objective or Objective(config)
         self.num_data, self.steps_per_epoch = num_data, steps_per_epoch
         self.total_steps = steps_per_epoch * config.epochs
-        self.validation: Callable[[], Iterator[tuple[Tensor, Tensor]]] | None = None  # measured on, never learned from
+        self.validation: Callable[[], Iterator[tuple[Any, Any]]] | None = None  # measured on, never learned from
+        self.metrics: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None  # of a network on such a batch
         self.penalty: Callable[[Tensor], Tensor] | None = (
             None  # (n, P) rows -> gradient of another method's regulariser
         )
@@ -82,7 +87,7 @@ class RunState:
         self.healthy = torch.ones((), dtype=torch.bool, device=device)
         self.share = 1.0  # the batch's part that this process sees
         self.mirror: Mirror | None = None  # of other processes' particles, once the gates are discrete
-        self.recent: deque[tuple[int, Tensor, Tensor]] = deque(maxlen=HEALTH_CHECK if device.type == "cuda" else 1)
+        self.recent: deque[tuple[int, Any, Any]] = deque(maxlen=HEALTH_CHECK if device.type == "cuda" else 1)
         self.trouble = ""  # what made the run go back to where it starts now
         # how it is computed
         self.forward = Forward(particles, gating, config)

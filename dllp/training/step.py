@@ -13,19 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllp.devices import mesh
+from dllp.devices import mesh, trees
 from dllp.devices.mesh import Mirror
 from dllp.method import likelihood, schedule, spike_and_slab, stein
 from dllp.method.update import correct_rows, score_of
 from dllp.training.gating import ChannelGating
 from dllp.training.moments import measure
+from dllp.training.objective import Outcome
 from dllp.training.state import RunState
-from dllp.training.teacher import mean_prediction
+from dllp.training.teacher import Taught, imitation_loss, mean_prediction
 
 # ---- before a step
 
 
-def prepare(state: RunState, x: Tensor) -> None:
+def prepare(state: RunState, x: Any) -> None:
     """Decide gates that are due, and set learning rate, temperature and budget of the step that comes."""
     if state.gating is not None and state.latents.keep is None and state.progress >= state.config.discrete_at:
         decide(state)
@@ -68,12 +69,16 @@ def apply_decisions(state: RunState, keep: Tensor) -> None:
 # ---- the step
 
 
-def step(state: RunState, x: Tensor, y: Tensor) -> None:
+def step(state: RunState, x: Any, y: Any) -> None:
     """Update all particles, and what is learned beside them, from one batch."""
-    particles, latents = state.particles, state.latents
-    particles.begin_step()
+    state.particles.begin_step()
     z = gates(state)
-    through = backward(state, x, y, z)
+    advance(state, z, backward(state, x, y, z))
+
+
+def advance(state: RunState, z: Tensor, through: Tensor) -> None:
+    """Update from the gradients that a backward pass left, given the gates z and their gradients, (n, U) each."""
+    particles, latents = state.particles, state.latents
     particles.collect_gradients()
     with torch.no_grad():
         if state.penalty is not None:
@@ -97,14 +102,15 @@ def gates(state: RunState) -> Tensor:
     return torch.ones_like(latents.logits)
 
 
-def backward(state: RunState, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+def backward(state: RunState, x: Any, y: Any, z: Tensor) -> Tensor:
     """Fill the gradient matrix, and `scores` with the likelihood's own; returns the gates' gradients (n, U)."""
     leaves = [row.detach().requires_grad_(state.phase == "soft") for row in z]
     # shards differ by one example at most: every process must find the same number of parts
-    least = round(len(x) / state.share) // state.place.shards.size
+    size = trees.count(x)
+    least = round(size / state.share) // state.place.shards.size
     count = min(state.config.accumulate, max(1, least))
-    parts = zip(x.tensor_split(count), y.tensor_split(count), strict=True)
-    found = [_backward_part(state, a, b, leaves, len(a) / len(x), k > 0) for k, (a, b) in enumerate(parts)]
+    parts = zip(trees.split(x, count), [None] * count if y is None else y.tensor_split(count), strict=True)
+    found = [_backward_part(state, a, b, leaves, trees.count(a) / size, k > 0) for k, (a, b) in enumerate(parts)]
     losses, hits, noises, through = (reduce(torch.add, values) for values in zip(*found, strict=True))
     if state.place.shards.size > 1:
         losses, hits, noises, through = _over_shards(state, losses, hits, noises, through)
@@ -115,41 +121,45 @@ def backward(state: RunState, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
 
 def _backward_part(
-    state: RunState, x: Tensor, y: Tensor, leaves: list[Tensor], weight: float, add: bool
-) -> list[Tensor]:
+    state: RunState, x: Any, y: Any, leaves: list[Tensor], weight: float, add: bool
+) -> list[Tensor]:  # fmt: skip
     """Losses, hits and noise gradients (n,) and the gates' gradients (n, U) of a part of a batch, by its weight."""
     c, forward = state.config, state.forward
     gated = state.phase != "open"
     together = state.taught and state.teacher is None
     share = state.share * weight
 
-    def outputs_of(i: int) -> Tensor:
-        return forward(i, x, leaves[i] if gated else None)
+    def outcome_of(i: int) -> Outcome:
+        return state.objective(forward(i, leaves[i] if gated else None), x, y)
 
-    ready = forward.each(outputs_of) if together else []
-    taught = _teaching(state, x, ready)
+    ready = forward.each(outcome_of) if together else []
+    taught = _teaching(state, x, y, ready)
 
     def work(i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        output, log_d = _split(state, ready[i] if together else outputs_of(i))
-        loss = likelihood.task_loss(output, y, c.task)
-        residual = likelihood.residuals(output, y, c.task)
+        found = ready[i] if together else outcome_of(i)
+        loss, residual = found.loss, found.residual
         leaf = leaves[i : i + 1] if leaves[i].requires_grad else []
-        extra = _likelihood_scores(state, i, residual, leaf, share, add) if state.gaussian else None
+        extra = None
+        if state.gaussian and residual is not None:
+            extra = _likelihood_scores(state, i, residual, leaf, share, add)
         total = loss
         if taught is not None:
             if state.teacher is not None:
                 state.teacher.wait()
-            imitation = likelihood.teacher_loss(output, taught, c.task, c.teacher_temperature)
+            imitation = imitation_loss(found, taught, c)
             total = (1 - c.teacher_weight) * loss + c.teacher_weight * imitation
-        if log_d is not None:
-            total = total + c.beta * likelihood.head_loss(residual, log_d)
-        found = state.particles.differentiate(i, _scaled(total, share), *leaf, add=add)
-        through = found[0] if found and found[0] is not None else torch.zeros_like(leaves[i])
+        if found.log_d is not None and residual is not None:
+            total = total + c.beta * likelihood.head_loss(residual, found.log_d)
+        gradients = state.particles.differentiate(i, _scaled(total, share), *leaf, add=add)
+        through = gradients[0] if gradients and gradients[0] is not None else torch.zeros_like(leaves[i])
         # a likelihood that is the task loss has beta times its gradient: one backward serves both (Section 3)
         through = through * (1 + c.beta) if extra is None else through - c.beta * extra
         with torch.no_grad():
-            hits = (output.argmax(1) == y).double().mean() if c.task == "classification" else loss.new_zeros(())
-            noise = likelihood.noise_gradient(residual, state.latents.log_d[i])
+            hits, noise = loss.new_zeros((), dtype=torch.float64), torch.zeros_like(state.latents.log_d[i])
+            if found.output is not None and found.labels is not None:
+                hits = likelihood.hits(found.output, found.labels, c.task)
+            if residual is not None:
+                noise = likelihood.noise_gradient(residual, state.latents.log_d[i])
         return _scaled(loss.detach(), weight), _scaled(hits, weight), _scaled(noise, weight), through
 
     return [torch.stack(values) for values in zip(*forward.each(work), strict=True)]
@@ -166,16 +176,13 @@ def _over_shards(state: RunState, losses: Tensor, hits: Tensor, noises: Tensor, 
     return [*mesh.merged(small, shards), through]
 
 
-def _split(state: RunState, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Outputs as predictions (B, C) and, where the noise depends on the input, log d(x) (B,)."""
-    return likelihood.split_noise(outputs) if state.config.noise == "input" else (outputs, None)
-
-
-def _teaching(state: RunState, x: Tensor, outputs: Sequence[Tensor]) -> Tensor | None:
-    """(B, C): the teacher's predictions for a batch, of all particles together where those teach; None without."""
+def _teaching(state: RunState, x: Any, y: Any, outcomes: Sequence[Outcome]) -> Taught | None:
+    """The teacher's predictions for a batch, of all particles together where those teach; None without a teacher."""
     if not state.taught:
         return None
-    return mean_prediction(outputs, state.config, state.place.rows) if state.teacher is None else state.teacher(x)
+    if state.teacher is None:
+        return mean_prediction(outcomes, state.config, state.place.rows)
+    return state.teacher(state.objective, x, y)
 
 
 def _likelihood_scores(

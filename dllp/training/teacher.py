@@ -8,8 +8,11 @@ pseudo-observations: a likelihood that shares the task loss has them too, equati
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dllp.config import Config
@@ -17,6 +20,7 @@ from dllp.devices.mesh import Axis
 from dllp.errors import StructureError
 from dllp.method import likelihood
 from dllp.structure.slicing import copied
+from dllp.training.objective import Objective, Outcome
 
 
 class Teacher:
@@ -32,27 +36,19 @@ class Teacher:
         self.network = copied(network).to(device).eval().requires_grad_(False)
         if device.type == "cuda":
             self.network.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-        self.config = config
+        self.config, self._device = config, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def check(self, example: Tensor, outputs: int) -> None:
-        """Raise where the teacher does not give as many outputs for an example (2, ...) as the network it teaches."""
-        weight = next(self.network.parameters(), example)
-        found = self.network(example.to(weight.device, weight.dtype if example.is_floating_point() else None))
-        if not isinstance(found, Tensor) or found[0].numel() != outputs:
-            given = f"{found[0].numel()} outputs" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-            raise StructureError(f"the teacher gives {given} where the network gives {outputs}: both must agree")
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """(B, ...) inputs -> (B, C) softened probabilities, or outputs of a regression; read after :meth:`wait`.
+    def __call__(self, objective: Objective, x: Any, y: Any) -> Taught:
+        """What it teaches about a batch; read after :meth:`wait`.
 
         In a captured step it runs beside the particles, on a stream of its own.
         """
         if self._stream is None or not torch.cuda.is_current_stream_capturing():
-            return self._predict(x)
+            return self._predict(objective, x, y)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            return self._predict(x)
+            return self._predict(objective, x, y)
 
     def wait(self) -> None:
         """Let the present stream wait until the last predictions are there."""
@@ -60,22 +56,48 @@ class Teacher:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     @torch.no_grad()
-    def _predict(self, x: Tensor) -> Tensor:
+    def _predict(self, objective: Objective, x: Any, y: Any) -> Taught:
         bf16 = self.config.precision == "bfloat16"
         # cast weights must not be cached: a captured graph would free them
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):
-            outputs = self.network(x)
-        return softened(outputs.float() if bf16 else outputs, self.config)
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):
+            found = objective(self.network, x, y)
+        output = needed(found.output)
+        return Taught(softened(output.float() if bf16 else output, self.config), found.hidden)
 
 
-def softened(outputs: Tensor, config: Config) -> Tensor:
-    """(B, C) outputs of a network -> what they teach, without an output for log d(x)."""
-    if config.noise == "input":
-        outputs, _ = likelihood.split_noise(outputs)
-    return (outputs / config.teacher_temperature).softmax(1) if config.task == "classification" else outputs
+@dataclass(frozen=True)
+class Taught:
+    """Predictions to learn from: softened probabilities with classes last, or outputs; and inner activations."""
+
+    output: Tensor
+    hidden: tuple[Tensor, ...] = ()
 
 
-def mean_prediction(outputs: Sequence[Tensor], config: Config, rows: Axis) -> Tensor:
-    """n times (B, C) outputs -> (B, C) mean over all particles, other processes' too, without gradient."""
-    mean = torch.stack([softened(output.detach(), config) for output in outputs]).mean(0)
-    return mean if rows.size == 1 else rows.all_reduce_(mean / rows.size)
+def needed(output: Tensor | None) -> Tensor:
+    """The logits, without which nothing can be taught."""
+    if output is None:
+        raise StructureError("a teacher needs logits: let loss return a dict with 'loss' and 'logits', or teacher='off'")
+    return output
+
+
+def softened(output: Tensor, config: Config) -> Tensor:
+    """Logits -> probabilities at the teacher's temperature, classes last; the outputs of a regression as they are."""
+    if config.task == "regression":
+        return output
+    output = output / config.teacher_temperature
+    return output.sigmoid() if config.task == "binary" else likelihood.class_last(output).softmax(-1)
+
+
+def mean_prediction(outcomes: Sequence[Outcome], config: Config, rows: Axis) -> Taught:
+    """The mean prediction of all particles, other processes' too, without gradient."""
+    mean = torch.stack([softened(needed(found.output).detach(), config) for found in outcomes]).mean(0)
+    return Taught(mean if rows.size == 1 else rows.all_reduce_(mean / rows.size))
+
+
+def imitation_loss(found: Outcome, taught: Taught, config: Config) -> Tensor:
+    """() distance to what is taught: of the predictions, and of inner activations the mean squared difference."""
+    output = needed(found.output)
+    loss = likelihood.teacher_loss(output, taught.output, config.task, config.teacher_temperature, found.labels)
+    for own, other in zip(found.hidden, taught.hidden, strict=False):
+        loss = loss + F.mse_loss(own, other.to(own.dtype))
+    return loss

@@ -6,11 +6,11 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
+from dllp.devices import trees
 from dllp.devices.cuda_graph import Capture
 from dllp.method import stein
 from dllp.method.update import score_of
@@ -35,7 +35,7 @@ class Batches(Protocol):
 
     steps: int
 
-    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[tuple[Tensor, Tensor]]: ...
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[tuple[Any, Any]]: ...
 
 
 def train(
@@ -80,7 +80,7 @@ def train_epoch(state: RunState, capture: Capture, epoch: int, batches: Batches,
         state.recent.append((state.step_index, x, y))
         state.step_index += 1
         recent = state.recent
-        if state.epoch_ends or len(recent) == recent.maxlen or len(recent) * x.nbytes > HELD:
+        if state.epoch_ends or len(recent) == recent.maxlen or len(recent) * trees.nbytes(x) > HELD:
             health.check(state)
         if state.epoch_ends:
             _close_epoch(state, _record(state, epoch, began, capture.state))

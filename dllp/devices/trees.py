@@ -1,0 +1,84 @@
+"""Batches of any structure: tensors in tuples, lists and dicts that are cut, moved and copied together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+
+def plain(batch: Any) -> Any:
+    """The batch with every mapping as a dict: those of other libraries (BatchEncoding) are no trees to PyTorch."""
+    if isinstance(batch, Mapping):
+        return {name: plain(value) for name, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        parts = [plain(value) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
+
+
+def apply(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The batch with every tensor changed."""
+    return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def tensors(batch: Any) -> list[Tensor]:
+    """All tensors of a batch, in the order of its structure."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    return [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
+
+
+def count(batch: Any) -> int:
+    """Examples in a batch: the length of its first tensor that has one; 0 where none has."""
+    return next((len(tensor) for tensor in tensors(batch) if tensor.dim()), 0)
+
+
+def nbytes(batch: Any) -> int:
+    """Bytes of all tensors of a batch."""
+    return sum(tensor.nbytes for tensor in tensors(batch))
+
+
+def part(batch: Any, of: slice) -> Any:
+    """Some examples of a batch; tensors of another length than it has examples belong to all of them."""
+    size = count(batch)
+    return apply(batch, lambda tensor: tensor[of] if tensor.dim() and len(tensor) == size else tensor)
+
+
+def split(batch: Any, parts: int) -> list[Any]:
+    """So many parts of a batch, their sizes differing by one example at most."""
+    if parts == 1:
+        return [batch]
+    if isinstance(batch, Tensor):
+        return list(batch.tensor_split(parts))
+    size, begin, found = count(batch), 0, []
+    for k in range(parts):
+        end = begin + size // parts + (k < size % parts)
+        found.append(part(batch, slice(begin, end)))
+        begin = end
+    return found
+
+
+def signature(batch: Any) -> Any:
+    """Structure, shapes, dtypes and plain values of a batch: equal for batches that one CUDA graph can serve."""
+    leaves, structure = tree_flatten(batch)
+    return str(structure), tuple((x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
+
+
+def cloned(batch: Any) -> Any:
+    """A copy with tensors of its own."""
+    return apply(batch, torch.clone)
+
+
+def copy_(target: Any, source: Any) -> None:
+    """Write a batch over one of the same structure and shapes."""
+    for old, new in zip(tensors(target), tensors(source), strict=True):
+        old.copy_(new)
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """The batch on a device."""
+    return apply(plain(batch), lambda tensor: tensor.to(device, non_blocking=True))

@@ -1,0 +1,102 @@
+"""The task loss of a network on a batch of any structure: the likelihood of the task, the network's own, or a user's.
+
+A loss that is not the likelihood of equation 9 counts as the negative mean log-likelihood, as cross-entropy does: it is
+the data's part of the posterior's score, and one backward serves both (Section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from dllp.config import Config
+from dllp.errors import DataError, StructureError
+from dllp.method import likelihood
+from dllp.posterior import entry, logits_of
+
+LossFn = Callable[[nn.Module, Any], Any]
+"""(network, batch) -> scalar mean loss, or a mapping with `loss` and, where they are known, `logits` and `labels`."""
+Select = Callable[[Any], Tensor]
+"""Outputs of a network -> its logits, or the predictions of a regression."""
+LABELS = "labels"
+"""The entry of a dict batch that holds the labels."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one forward pass found.
+
+    Attributes:
+        loss: () mean over what was observed.
+        output: Logits or predictions, where they are known.
+        log_d: (B,) where the noise depends on the input.
+        labels: The targets, where they are known.
+        residual: (B, C), where equation 9 applies: one label, or the numbers of a regression, for each example.
+        hidden: Inner activations that a loss hands over, for a teacher.
+    """
+
+    loss: Tensor
+    output: Tensor | None = None
+    log_d: Tensor | None = None
+    labels: Tensor | None = None
+    residual: Tensor | None = None
+    hidden: tuple[Tensor, ...] = ()
+
+
+class Objective:
+    """Calls a network on a batch, and says how well it does.
+
+    A batch is a pair (x, y) of tensors, or any structure x with y None: the last entry of a tuple and `labels` of a
+    dict are its labels; a dict's entries are the network's arguments by name.
+
+    Args:
+        config: A resolved configuration.
+        loss: In place of the task's own.
+        select: Finds the logits in the network's outputs; see :func:`dllp.posterior.logits_of` for those that need none.
+    """
+
+    def __init__(self, config: Config, loss: LossFn | None = None, select: Select | None = None) -> None:
+        self.task, self.head, self.loss = config.task, config.noise == "input", loss
+        self.select = select or logits_of
+        self.labels_apart = False  # a network that does not take the labels of a dict batch
+
+    def __call__(self, network: nn.Module, x: Any, y: Any = None) -> Outcome:
+        if self.loss is not None:
+            return self._custom(self.loss(network, x if y is None else (x, y)))
+        if y is None:
+            outputs, y = self._called(network, x)
+            own = entry(outputs, "loss")
+            if own is not None:
+                return Outcome(own, self.select(outputs), labels=y)
+        else:
+            outputs = network(x)
+        output, log_d = self.select(outputs), None
+        if self.head:
+            output, log_d = likelihood.split_noise(output)
+        loss = likelihood.task_loss(output, y, self.task)
+        residual = None
+        if self.task == "regression" or (self.task == "classification" and output.dim() == 2):
+            residual = likelihood.residuals(output, y, self.task)
+        return Outcome(loss, output, log_d, y, residual)
+
+    def _called(self, network: nn.Module, batch: Any) -> tuple[Any, Any]:
+        """Outputs and labels of a batch that is no pair of tensors."""
+        if isinstance(batch, Mapping):
+            given = {k: v for k, v in batch.items() if k != LABELS} if self.labels_apart else batch
+            return network(**given), batch.get(LABELS)
+        if isinstance(batch, Sequence) and len(batch) > 1:
+            return network(*batch[:-1]), batch[-1]
+        raise DataError(f"a batch is a {type(batch).__name__}: give (inputs, ..., labels), a dict, or loss=")
+
+    def _custom(self, found: Any) -> Outcome:
+        if isinstance(found, Tensor):
+            return Outcome(found)
+        loss = entry(found, "loss")
+        if loss is None:
+            raise StructureError(f"loss returns a {type(found).__name__}: return a scalar, or a dict with 'loss'")
+        hidden = entry(found, "hidden")
+        hidden = (hidden,) if isinstance(hidden, Tensor) else tuple(hidden or ())
+        return Outcome(loss, entry(found, "logits"), labels=entry(found, LABELS), hidden=hidden)
