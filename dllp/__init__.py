@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dllp.errors import ArtifactError, ConfigError, DataError, DllpError, StructureError
     from dllp.evaluation.sampling import sample_gates
     from dllp.posterior import Posterior, Prediction
+    from dllp.pruner import Pruner
     from dllp.records import EpochRecord
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "EpochRecord",
     "Posterior",
     "Prediction",
+    "Pruner",
     "Result",
     "StructureError",
     "__version__",
@@ -36,6 +38,7 @@ _HOMES = {
     "dllp.errors": ("ArtifactError", "ConfigError", "DataError", "DllpError", "StructureError"),
     "dllp.evaluation.sampling": ("sample_gates",),
     "dllp.posterior": ("Posterior", "Prediction"),
+    "dllp.pruner": ("Pruner",),
     "dllp.records": ("EpochRecord",),
 }
 

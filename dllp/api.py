@@ -150,7 +150,7 @@ def prune(
         validation: Data to measure on just before the gates are decided, just after, and at the end
             (`result.info["moments"]`); no step sees it. By default a data set's own test set, where it is in memory.
     """
-    config, ranks = _resolved(config, checkpoints), ranks or Ranks()
+    config, ranks = new_config(config, checkpoints), ranks or Ranks()
     if config.prior != SPIKE_AND_SLAB and config.budget[1] is None and not config.sparsity:
         raise ConfigError(f"prior = {config.prior} closes no gate by itself: give keep_flops, keep_params or sparsity")
     if isinstance(data, str | os.PathLike):
@@ -159,9 +159,8 @@ def prune(
     batches, example, structure = ranks.together(
         lambda: prepare(model, data, config, filter_fn, ranks, channels=channels)
     )
-    if channels and not structure.groups:
-        reasons = "; ".join(f"{name}: {why}" for name, why in list(structure.whole.items())[:3])
-        raise StructureError(f"the network has no channels that can be pruned ({reasons}): {WEIGHTS_INSTEAD}")
+    if channels:
+        check_groups(structure)
     place = _placed(ranks, config, batches, model, example)
     master = make_teacher(model, teacher, config, batches.device, example)
     if validation is None and isinstance(data, Dataset) and isinstance(data.test, ArrayData):
@@ -175,7 +174,7 @@ def prune(
         state.validation = measured
         return state
 
-    return _collect(_train(build, place, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
+    return collect(_train(build, place, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
 
 
 @undisturbed()
@@ -192,7 +191,7 @@ def train_dense(
     teacher: nn.Module | None = None,
 ) -> Result:
     """Train the unpruned network with the same settings, without gates, prior and Stein term: the baseline."""
-    config, ranks = _resolved(config, checkpoints), ranks or Ranks()
+    config, ranks = new_config(config, checkpoints), ranks or Ranks()
     batches, example, structure = ranks.together(lambda: prepare(model, data, config, None, ranks, channels=False))
     place = _placed(ranks, config, batches, model, example)
     master = make_teacher(model, teacher, config, batches.device, example)
@@ -200,10 +199,10 @@ def train_dense(
     def build(place: Place) -> RunState:
         return _start(Particles.start(model, config, batches.device, place.own), None, config, batches, place, master)
 
-    return _collect(_train(build, place, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
+    return collect(_train(build, place, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
 
 
-def _resolved(config: Config | None, checkpoints: object) -> Config:
+def new_config(config: Config | None, checkpoints: object) -> Config:
     """The configuration of a new run, every default filled in."""
     if isinstance(checkpoints, str | Path):
         raise ConfigError(f"checkpoints = {str(checkpoints)!r}: give dllp.checkpoints.Checkpoints(folder)")
@@ -212,6 +211,13 @@ def _resolved(config: Config | None, checkpoints: object) -> Config:
     config = config or Config()
     config.check_new()
     return config.resolved()
+
+
+def check_groups(structure: Structure) -> None:
+    """Raise where no group of channels can be pruned, with the first reasons."""
+    if not structure.groups:
+        reasons = "; ".join(f"{name}: {why}" for name, why in list(structure.whole.items())[:3])
+        raise StructureError(f"the network has no channels that can be pruned ({reasons}): {WEIGHTS_INSTEAD}")
 
 
 def _placed(ranks: Ranks, config: Config, batches: Source, model: nn.Module, example: Tensor) -> Place:
@@ -317,7 +323,7 @@ def healthy_snapshot(state: RunState) -> Callable[[], State]:
     return begin_snapshot(state, found)
 
 
-def _collect(state: RunState, structure: Structure, example: Tensor) -> Result:
+def collect(state: RunState, structure: Structure, example: Tensor) -> Result:
     """Extract every particle of a finished run and count what it costs."""
     extracted = extract(state.particles, state.gating, state.latents.keep, example)
     latents = state.latents

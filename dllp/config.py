@@ -20,6 +20,8 @@ T = TypeVar("T")
 Granularity = Literal["channel", "weight"]
 Counted = Literal["flops", "params"]
 SPIKE_AND_SLAB = "spike_and_slab"
+ADAMW_LARGEST = 0.05
+"""The largest learning rate of AdamW, whose steps are of its size: the default of SGD would throw weights away."""
 LARGEST = 3.4028234663852886e38
 """The largest number that float32 holds."""
 
@@ -108,7 +110,8 @@ class Prior:
 
     Args:
         particles: Number of networks n; 1 is a MAP estimate, 2 the paper's twin.
-        task: `classification` (cross-entropy) or `regression` (squared error).
+        task: `classification` (cross-entropy, of one label for each example, token or pixel), `binary` (one or several
+            yes-or-no outputs) or `regression` (squared error).
         noise: `constant` learns one noise level 1/d^2 for each network, `input` one for each input, 1/d(x)^2: the
             network then has one output more than there are classes or targets, and the last one is log d(x).
         likelihood: `categorical` shares the cross-entropy (one backward), `gaussian` is equation 9 to the letter.
@@ -126,7 +129,7 @@ class Prior:
     """
 
     particles: Annotated[int, Rule(lambda v: 1 <= v <= 4096, "at least 1 is needed, and at most 4096")] = 2
-    task: Literal["classification", "regression"] = "classification"
+    task: Literal["classification", "binary", "regression"] = "classification"
     noise: Literal["constant", "input"] = "constant"
     likelihood: Literal["categorical", "gaussian"] | None = None
     beta: NotNegative = 0.1
@@ -182,9 +185,10 @@ class Optimizer:
         accumulate: Parts of a batch that are computed one after the other, to save memory; their gradients add up to
             that of the whole batch. Batch norm sees one part at a time.
         sync_batch_norm: Batch norms see the whole batch where processes share it; otherwise each its own shard.
+        optimizer: `sgd` with Nesterov momentum, or `adamw`, equation 15 divided by Adam's second moment.
         lr: Peak learning rate; `lr_end` closes the cosine, after `warmup` epochs of linear rise, half the run at most.
-        momentum: Nesterov momentum.
-        weight_decay: Shrinkage of whatever the prior does not shrink.
+        momentum: Nesterov momentum; Adam's first inertia.
+        weight_decay: Shrinkage of whatever the prior does not shrink; of `adamw` apart from the gradient.
         lr_gates: Adam's rate for gate logits.
         on_nan: Reaction to a number that breaks: `stop`, or `rollback` to the last checkpoint with half the lr.
     """
@@ -194,6 +198,7 @@ class Optimizer:
     batch_size: Count = 512
     accumulate: Count = 1
     sync_batch_norm: bool = False
+    optimizer: Literal["sgd", "adamw"] = "sgd"
     lr: Positive = 0.1
     lr_end: NotNegative = 0.001
     warmup: NotNegative = 2.0
@@ -258,6 +263,12 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
             raise ConfigError(f"bandwidth = {self.bandwidth}: a positive number, median or paper is needed")
         if self.task == "regression" and self.likelihood == "categorical":
             raise ConfigError("likelihood = categorical needs task = classification: use gaussian for regression")
+        if self.task == "binary" and (self.likelihood == "gaussian" or self.noise == "input"):
+            raise ConfigError(
+                "task = binary has no noise of equation 9: use likelihood = categorical, noise = constant"
+            )
+        if self.optimizer == "adamw" and self.lr > ADAMW_LARGEST:
+            raise ConfigError(f"lr = {self.lr} is a rate of SGD: give lr for optimizer = adamw, such as 0.001")
 
     def check_new(self) -> None:
         """Raise for what no run should begin with; a stored one that once did can still be read."""
@@ -291,12 +302,13 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
         low, high = (0.3, 30.0) if channel else (1.0, 200.0)
         # around a slab that was chosen, and never beyond the spike: the slab is the wide part
         bounds = min(low, self.slab), min(max(high, self.slab), epsilon)
+        decay = 0.01 if self.optimizer == "adamw" else 5e-4 if channel else 1e-4
         return replace(
             self,
-            likelihood=self.likelihood or ("categorical" if self.task == "classification" else "gaussian"),
+            likelihood=self.likelihood or ("gaussian" if self.task == "regression" else "categorical"),
             epsilon=epsilon,
             slab_bounds=self.slab_bounds or bounds,
-            weight_decay=(5e-4 if channel else 1e-4) if self.weight_decay is None else self.weight_decay,
+            weight_decay=decay if self.weight_decay is None else self.weight_decay,
             sparsity=(1.0 if channel else 0.0) if self.sparsity is None else self.sparsity,
             draw_gates=channel if self.draw_gates is None else self.draw_gates,
         )
@@ -341,10 +353,13 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
     def identity(self) -> dict[str, Any]:
         """All that digests and fingerprints count: :meth:`as_dict` with the values that retired options had.
 
-        Options of a teacher count where there is one, so that runs without keep the names they had before.
+        Options of a teacher count where there is one, and the optimizer where it is not SGD, so that runs without keep
+        the names they had before.
         """
         values = self.as_dict() | {name: value[self.granularity] for name, value in RETIRED.items()}
         taught = self.teacher != "off"
+        if self.optimizer == "sgd":
+            del values["optimizer"]
         return {name: value for name, value in values.items() if taught or not name.startswith("teacher")}
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +25,7 @@ from dllp.data import (
     load,
     validate,
 )  # fmt: skip
+from dllp.devices import trees
 from dllp.devices.device import check_repeatable, find_device
 from dllp.devices.mesh import Place
 from dllp.devices.ranks import Ranks
@@ -265,3 +268,42 @@ def _check_teacher(network: nn.Module, example: Tensor, outputs: int) -> None:
     if not isinstance(found, Tensor) or found[0].numel() != outputs:
         given = f"{found[0].numel()} outputs" if isinstance(found, Tensor) else f"a {type(found).__name__}"
         raise StructureError(f"the teacher gives {given} where the network gives {outputs}: both must agree")
+
+
+# ---- networks and their arguments
+
+
+def called_with(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A user's example as arguments of the network: a dict by name, a tuple or list in order, anything else alone."""
+    example = trees.plain(example)
+    if isinstance(example, dict):
+        return (), example
+    return (tuple(example), {}) if isinstance(example, (tuple, list)) else ((example,), {})
+
+
+def positional(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of a call in the order of the network's forward, left-out ones at their defaults; one alone as is.
+
+    A network is traced, cut and verified by position.
+    """
+    if kwargs:
+        try:
+            bound = inspect.signature(model.forward).bind(*args, **kwargs)
+        except TypeError as error:
+            raise StructureError(f"the batch does not fit the network's forward: {first_line(error)}") from None
+        last = max((k for k, name in enumerate(bound.signature.parameters) if name in bound.arguments), default=-1)
+        bound.apply_defaults()
+        if bound.kwargs:
+            raise StructureError(f"forward takes {', '.join(bound.kwargs)} by name only: let it take them by position")
+        args = bound.args[: last + 1]
+    return args[0] if len(args) == 1 else args
+
+
+def as_float32(model: nn.Module) -> nn.Module:
+    """The network itself, or a float32 copy of one in another precision, with a warning."""
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if not kinds or kinds == {torch.float32}:
+        return model
+    names = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+    warnings.warn(f"the network is {names}: it is pruned as a float32 copy, and so is the result", stacklevel=3)
+    return copied(model).float()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -67,11 +67,17 @@ class Settings:
     leverage: float
     teacher_weight: float
     teacher_temperature: float
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
 
 
 @dataclass
 class State:
-    """n particles, and what is learned beside their weights by Adam; `keep` (n, U) once the gates are decided."""
+    """n particles, and what is learned beside their weights by Adam; `keep` (n, U) once the gates are decided.
+
+    Of AdamW `velocity` is the mean gradient, and `square` that of its square after `steps` steps.
+    """
 
     weights: list[Weights]
     velocity: list[Weights]
@@ -81,6 +87,8 @@ class State:
     multiplier: Tensor
     adam: torch.optim.Adam
     keep: Tensor | None = None
+    square: list[Weights] = field(default_factory=list)
+    steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -211,9 +219,11 @@ def step(
             min=0.0 if gates.sure else -math.inf
         )
     _update(state, network, c, losses, scores, lr)
-    for theta, pulls in zip(state.weights, spikes, strict=False):
-        for name, pull in zip(theta, pulls, strict=True):  # summed up to 1 / (1 - momentum), as the velocity would
-            theta[name] = theta[name] / (1 + lr * c.beta * c.strength / (n * (1 - c.momentum)) * pull)
+    for i, (theta, pulls) in enumerate(zip(state.weights, spikes, strict=False)):
+        for name, pull in zip(theta, pulls, strict=True):
+            # summed up to 1 / (1 - momentum), as the velocity would; of AdamW preconditioned as its steps are
+            scale = 1 / _root(state, c, i, name) if c.optimizer == "adamw" else 1 / (1 - c.momentum)
+            theta[name] = theta[name] / (1 + lr * c.beta * c.strength / n * scale * pull)
 
 
 def _responsible(scale: Tensor, theta: Tensor, slab: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -240,21 +250,34 @@ def _learn_latents(state: State, c: Settings, total: Tensor, noise: Tensor, *, s
 def _update(
     state: State, network: Network, c: Settings, losses: list[list[Tensor]], scores: list[list[Tensor]], lr: float
 ) -> None:
-    """Equation 15, Theta_i <- Theta_i - lr (grad loss_i - beta phi_i), with Nesterov's momentum.
+    """Equation 15, Theta_i <- Theta_i - lr (grad loss_i - beta phi_i), with Nesterov's momentum or Adam's moments.
 
     Weight decay acts where no prior does; once the gates are decided what was removed stands still.
     """
     phi = _directions(state, network, c, scores, lr)
+    state.steps += 1
     for i, theta in enumerate(state.weights):
         part = None if state.keep is None else network.slab_part(theta, state.keep[i])
         for k, name in enumerate(theta):
             shrinkage = c.weight_decay * theta[name]
             if name in network.ruled and state.keep is None:
                 shrinkage = torch.zeros_like(theta[name])
-            change = losses[i][k] - c.beta * phi[i][k] + shrinkage
-            change = change if part is None else change * part[name]
+            change, slab = losses[i][k] - c.beta * phi[i][k], 1 if part is None else part[name]
+            if c.optimizer == "adamw":
+                change = change * slab
+                state.velocity[i][name] = c.momentum * state.velocity[i][name] + (1 - c.momentum) * change
+                state.square[i][name] = c.adam_beta2 * state.square[i][name] + (1 - c.adam_beta2) * change**2
+                mean = state.velocity[i][name] / (1 - c.momentum**state.steps)
+                theta[name] = theta[name] - slab * lr * (shrinkage + mean / _root(state, c, i, name))
+                continue
+            change = (change + shrinkage) * slab
             state.velocity[i][name] = c.momentum * state.velocity[i][name] + change
             theta[name] = theta[name] - lr * (change + c.momentum * state.velocity[i][name])
+
+
+def _root(state: State, c: Settings, i: int, name: str) -> Tensor:
+    """Adam's preconditioner of a weight: the root of its mean squared gradient, corrected for its start at 0."""
+    return (state.square[i][name] / (1 - c.adam_beta2**state.steps)).sqrt() + c.adam_epsilon
 
 
 def _directions(
@@ -262,13 +285,15 @@ def _directions(
 ) -> list[list[Tensor]]:
     """Equation 14 in each block of coordinates.
 
-    No bandwidth is of a distance that one step along the repulsion, summed up by momentum, would double.
+    No bandwidth is of a distance that one step along the repulsion, summed up by momentum, would double; steps of AdamW
+    are bounded by themselves.
     """
     shapes = [w.shape for w in state.weights[0].values()]
     x = torch.stack([torch.cat([w.flatten() for w in theta.values()]) for theta in state.weights])
     s = torch.stack([torch.cat([g.flatten() for g in row]) for row in scores])
     n = len(x)
-    least = math.sqrt(lr * c.beta / (1 - c.momentum) * math.log(n) / c.num_data)
+    rate = 0.0 if c.optimizer == "adamw" else lr * c.beta / (1 - c.momentum)
+    least = math.sqrt(rate * math.log(n) / c.num_data)
     parts = zip(x.split(network.blocks, 1), s.split(network.blocks, 1), strict=True)
     rows = torch.cat([stein_direction(a, b, c.num_data, c.bandwidth, least) for a, b in parts], 1)
     sizes = [shape.numel() for shape in shapes]

@@ -82,6 +82,12 @@ def _in_step(state: RunState, losses: Tensor) -> str:
     for number, loss, row in zip(state.place.own, losses, state.particles.gradients, strict=True):
         if not _finite(loss):
             return f"NaN or infinity in the loss of particle {number + 1}{_layer(state, row)}"
+    return in_gradients(state)
+
+
+def in_gradients(state: RunState) -> str:
+    """Name the particle and the layer whose gradient is not finite; empty where all are."""
+    for number, row in zip(state.place.own, state.particles.gradients, strict=True):
         if not _finite(row):
             return f"NaN or infinity in the gradient of particle {number + 1}{_layer(state, row)}"
     return ""

@@ -81,8 +81,8 @@ def _scores(state: RunState) -> dict[str, Any]:
         own.append((trees.count(x), named))
         answers = [_probabilities(each, state) for each in found]
         if any(p is None for p in answers):  # a regression, or only the loss is known
-            sums += torch.stack([torch.stack([loss.new_zeros(()), loss * trees.count(x), loss.new_tensor(trees.count(x))])
-                                 for loss in (each.loss.float().cpu() for each in found)], 1)  # fmt: skip
+            losses = torch.stack([each.loss for each in found]).float().cpu()
+            sums += torch.stack([torch.zeros_like(losses), losses, torch.ones_like(losses)]) * trees.count(x)
             continue
         probabilities, labels = torch.stack([p[0] for p in answers]), answers[0][1]  # type: ignore[index]
         sums += _hits_and_losses(probabilities, labels).cpu()

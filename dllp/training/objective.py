@@ -55,11 +55,12 @@ class Objective:
     Args:
         config: A resolved configuration.
         loss: In place of the task's own.
-        select: Finds the logits in the network's outputs; see :func:`dllp.posterior.logits_of` for those that need none.
+        select: Finds the logits in the network's outputs; by default :func:`dllp.posterior.logits_of`.
     """
 
     def __init__(self, config: Config, loss: LossFn | None = None, select: Select | None = None) -> None:
-        self.task, self.head, self.loss = config.task, config.noise == "input", loss
+        self.task: likelihood.Task = config.task
+        self.head, self.loss = config.noise == "input", loss
         self.select = select or logits_of
         self.labels_apart = False  # a network that does not take the labels of a dict batch
 

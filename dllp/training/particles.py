@@ -193,6 +193,17 @@ class Particles:
             _scatter(into[i], row, None if part is None else part.coordinates, add)
         return list(found[len(parameters) :])
 
+    def take_gradients(self, i: int) -> bool:
+        """Move what `backward` left at particle i's parameters into its row; False where it left nothing."""
+        parameters, views = self._targets[i]
+        found = [parameter.grad for parameter in parameters]
+        if all(gradient is None for gradient in found):
+            return False
+        _write(views, found, add=False)
+        for parameter in parameters:
+            parameter.grad = None
+        return True
+
     def written(self) -> list[Tensor]:
         """Where backward writes: the gradient matrix, or the small networks' rows once there are any."""
         return [part.gradient for part in self.sliced] or [self.gradients]
@@ -201,6 +212,13 @@ class Particles:
         """Scatter the small networks' gradients into the full matrix."""
         for gradient, part in zip(self.gradients, self.sliced, strict=False):
             gradient.index_copy_(0, part.coordinates, part.gradient)
+
+    def collect_weights(self) -> None:
+        """Scatter the small networks' weights into the full rows: whoever holds them may have changed them."""
+        for row, part in zip(self.rows, self.sliced, strict=False):
+            spare = row[self.layout.spare].clone()
+            row.index_copy_(0, part.coordinates, part.row)
+            row[self.layout.spare] = spare
 
     def finish(self) -> None:
         """Give the full networks the small ones' running statistics, and the small ones the last step's weights."""

@@ -149,6 +149,8 @@ def fingerprint(state: RunState) -> str:
 def _tensors(state: RunState) -> Iterator[tuple[str, Tensor]]:
     belief, particles = state.latents, state.particles
     yield from (("rows", particles.rows), ("momentum", state.momentum), ("statistics", state.statistics))
+    if state.config.optimizer == "adamw":
+        yield "second", state.second
     yield from (("logits", belief.logits), ("log_slab", belief.log_slab), ("log_d", belief.log_d))
     yield from (("multiplier", belief.multiplier), ("gap", belief.gap))
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from dllp.config import Config
 from dllp.devices.mesh import Mirror, Place
+from dllp.errors import ConfigError
 from dllp.method import stein
-from dllp.method.update import compiled_update, update_rows
+from dllp.method.update import ADAM_BETA2, adamw_rows, compiled, driven, update_rows
 from dllp.records import EpochRecord, Moment, Phase
 from dllp.training.forward import Forward
 from dllp.training.gating import ChannelGating, WeightGating
@@ -30,6 +31,11 @@ from dllp.training.teacher import Teacher
 
 HEALTH_CHECK = 16
 """Steps between two looks at a CUDA device's health; a broken step changes no weight, so nothing is lost by waiting."""
+
+
+FACTORS = ("lr", "weight_decay")
+Groups = Callable[[str, nn.Parameter], Mapping[str, float]]
+"""(name, parameter) -> factors of `lr` and `weight_decay`, 1 where they are left out."""
 
 
 class RunState:
@@ -43,12 +49,16 @@ class RunState:
         place: Which of all particles these are, and which part of a batch they see; by default everything.
         teacher: The network that teaches, where `config.teacher` is `given`.
         objective: The task loss; by default that of pairs (inputs, labels).
+        groups: Factors of learning rate and weight decay for some parameters; by default both are the same for all.
+        total_steps: By default those of all epochs.
+        gaussian: False where equation 9 has no residuals: the likelihood is then the loss, whatever `config` says.
     """
 
     def __init__(
         self, particles: Particles, gating: ChannelGating | WeightGating | None, config: Config, *,
         num_data: int, steps_per_epoch: int, place: Place | None = None, teacher: Teacher | None = None,
-        objective: Objective | None = None,
+        objective: Objective | None = None, groups: Groups | None = None, total_steps: int | None = None,
+        gaussian: bool = True,
     ) -> None:  # fmt: skip
         rows, device = particles.rows, particles.device
         # what the run is made of
@@ -56,7 +66,7 @@ class RunState:
         self.place = place or Place(len(particles))
         self.teacher, self.objective = teacher, objective or Objective(config)
         self.num_data, self.steps_per_epoch = num_data, steps_per_epoch
-        self.total_steps = steps_per_epoch * config.epochs
+        self.total_steps = steps_per_epoch * config.epochs if total_steps is None else total_steps
         self.validation: Callable[[], Iterator[tuple[Any, Any]]] | None = None  # measured on, never learned from
         self.metrics: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None  # of a network on such a batch
         self.penalty: Callable[[Tensor], Tensor] | None = (
@@ -70,19 +80,22 @@ class RunState:
         # what a snapshot holds, beside the rows of the particles
         self.latents = Latents(gating, config, rows, num_data, self.place)
         self.momentum = torch.zeros_like(rows)
+        self.second = torch.zeros_like(rows if config.optimizer == "adamw" else rows[:, :0])  # Adam's second moment
         self.statistics = torch.zeros(2, len(rows), device=device, dtype=torch.float64)  # sums of loss and of hits
         self.step_index, self.lr_scale = 0, 1.0
         self.history: list[EpochRecord] = []
         self.moments: list[Moment] = []
         self.best, self.waited = float("inf"), 0  # of the loss since the gates are discrete, for `patience`
         self.random_states: dict[str, Tensor] = {}  # of PyTorch's own generators, where a run is resumed
+        self.own_update: Callable[[Tensor], None] | None = None  # (n, P) grad CE - beta phi -> a user's own step
         # what the decision changes
         self.moving = self.learnable.expand(len(rows), -1)  # (n, P): False where a weight stands still
-        self.decayed = self.latents.shrinkage(rows)
+        self.rates, self.decays = parameter_factors(particles, groups)
+        self.set_decay()
         # what one step leaves for the next, or for its readers
-        self.gaussian = config.likelihood == "gaussian"
+        self.gaussian = gaussian and config.likelihood == "gaussian"
         self.scores = torch.zeros_like(rows if self.gaussian else rows[:, :0])
-        self.knobs = rows.new_zeros(3)  # lr, temperature, ramp: read inside captured steps
+        self.knobs = rows.new_zeros(5)  # lr, temperature, ramp, Adam's two corrections: read inside captured steps
         self.lr = self.tau = self.ramp = 0.0  # the same for the host
         self.healthy = torch.ones((), dtype=torch.bool, device=device)
         self.share = 1.0  # the batch's part that this process sees
@@ -91,8 +104,9 @@ class RunState:
         self.trouble = ""  # what made the run go back to where it starts now
         # how it is computed
         self.forward = Forward(particles, gating, config)
-        # its inputs never change shape, so it is compiled once
-        self.update = compiled_update() if device.type == "cuda" else update_rows
+        # their inputs never change shape, so they are compiled once
+        made: Callable[[Any], Any] = compiled if device.type == "cuda" else lambda function: function
+        self.update, self.driven, self.adamw = made(update_rows), made(driven), made(adamw_rows)
 
     @property
     def progress(self) -> float:
@@ -119,6 +133,46 @@ class RunState:
         """True where the last step closed an epoch."""
         return self.step_index % self.steps_per_epoch == 0
 
+    @property
+    def rate(self) -> Tensor | float:
+        """Learning rate of the step, () or (P,) by parameter; a number on the CPU, where no graph is captured."""
+        rate = self.knobs[0] if self.particles.device.type == "cuda" else self.lr
+        return rate if self.rates is None else rate * self.rates
+
+    @property
+    def corrections(self) -> tuple[Tensor, Tensor] | tuple[float, float]:
+        """1 - inertia^t and the root of 1 - ADAM_BETA2^t of Adam's step t."""
+        if self.particles.device.type == "cuda":
+            return self.knobs[3], self.knobs[4]
+        return self.host_corrections
+
+    @property
+    def host_corrections(self) -> tuple[float, float]:
+        t = self.step_index + 1
+        return 1 - self.config.momentum**t, (1 - ADAM_BETA2**t) ** 0.5
+
+    def set_decay(self) -> None:
+        """Find where weight decay acts now, and by which factor."""
+        acts = self.latents.shrinkage(self.particles.rows)
+        self.decayed = acts if self.decays is None else acts * self.decays  # (P,)
+
     def hold(self, moving: Tensor) -> None:
         """Let only coordinates that are True in `moving`, (P,) or (n, P), learn from here on."""
         self.moving = (moving & self.learnable).expand(len(self.particles), -1)
+
+
+def parameter_factors(particles: Particles, groups: Groups | None) -> tuple[Tensor | None, Tensor | None]:
+    """(P,) factors of learning rate and weight decay; None where all are 1, and bool where they are 0 or 1."""
+    if groups is None:
+        return None, None
+    layout, found = particles.layout, {name: particles.rows.new_ones(particles.layout.size) for name in FACTORS}
+    for name, parameter in particles.networks[0].named_parameters():
+        given = groups(name, parameter)
+        if not isinstance(given, Mapping) or not given.keys() <= set(FACTORS):
+            raise ConfigError(f"groups answers {given!r:.60} for {name}: return factors of 'lr' and 'weight_decay'")
+        for kind, factor in given.items():
+            layout.segments[name].view(found[kind]).fill_(factor)
+    rates, decays = (None if bool((values == 1).all()) else values for values in found.values())
+    if decays is not None and bool(((decays == 0) | (decays == 1)).all()):
+        decays = decays.bool()
+    return rates, decays

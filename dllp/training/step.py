@@ -16,7 +16,7 @@ from torch import Tensor
 from dllp.devices import mesh, trees
 from dllp.devices.mesh import Mirror
 from dllp.method import likelihood, schedule, spike_and_slab, stein
-from dllp.method.update import correct_rows, score_of
+from dllp.method.update import adam_root, correct_rows, score_of
 from dllp.training.gating import ChannelGating
 from dllp.training.moments import measure
 from dllp.training.objective import Outcome
@@ -31,14 +31,26 @@ def prepare(state: RunState, x: Any) -> None:
     if state.gating is not None and state.latents.keep is None and state.progress >= state.config.discrete_at:
         decide(state)
     state.forward.prepare(x, state.place.shards)
-    c, target = state.config, state.latents.target
+    state.lr = scheduled_lr(state)
+    set_knobs(state)
+
+
+def scheduled_lr(state: RunState) -> float:
+    """Learning rate of the step that comes, by the configuration's schedule."""
+    c = state.config
     warmup, after = min(c.warmup / c.epochs, 0.5), (state.step_index + 1) / state.total_steps
-    state.lr = schedule.learning_rate(after, peak=c.lr, end=c.lr_end, warmup=warmup) * state.lr_scale
+    end = min(c.lr_end, c.lr) if c.optimizer == "adamw" else c.lr_end
+    return schedule.learning_rate(after, peak=c.lr, end=end, warmup=warmup) * state.lr_scale
+
+
+def set_knobs(state: RunState) -> None:
+    """Temperature and budget of the step that comes, beside its learning rate, for the host and the device."""
+    c, target = state.config, state.latents.target
     state.tau = schedule.temperature(
         state.progress, start=schedule.TAU_START, end=schedule.TAU_END, until=c.discrete_at
     )
     state.ramp = schedule.budget_ramp(state.progress, target=target or 1.0, begin=c.open_until, until=c.ramp_until)
-    knobs = torch.tensor([state.lr, state.tau, state.ramp], dtype=state.knobs.dtype)
+    knobs = torch.tensor([state.lr, state.tau, state.ramp, *state.host_corrections], dtype=state.knobs.dtype)
     state.knobs.copy_(knobs, non_blocking=True)
 
 
@@ -61,7 +73,7 @@ def apply_decisions(state: RunState, keep: Tensor) -> None:
     moving = [gating.slab_coordinates(network, particles.layout, row) for network, row in pairs]
     state.hold(torch.stack(moving).to(particles.device))
     state.momentum *= state.moving
-    state.decayed = state.latents.shrinkage(particles.rows)
+    state.set_decay()
     if isinstance(gating, ChannelGating):
         state.forward.slice(gating, keep, state.latents.logits)
 
@@ -201,7 +213,7 @@ def _likelihood_scores(
 
 def _advance_under_prior(state: RunState, at: Tensor, z: Tensor, through: Tensor) -> None:
     """Slab by its score, spike as a proximal step: stable however narrow it is (Section 1, stiffness)."""
-    c, rows, lr, learnable = state.config, state.particles.rows, state.knobs[0], state.learnable[at]
+    c, rows, learnable = state.config, state.particles.rows, state.learnable[at]
     soft = state.phase == "soft"
     slab, spike = state.latents.prior_pulls(rows, z, state.knobs[1], soft=soft)
     pull = slab[..., None] * rows[:, at] * learnable  # minus the slab's score, which has no matrix of its own
@@ -212,15 +224,23 @@ def _advance_under_prior(state: RunState, at: Tensor, z: Tensor, through: Tensor
         _advance(state)
     else:
         state.particles.gradients[:, at] += pull  # whose negative is then the score of the whole posterior
-        _advance(state)
-        correct_rows(rows, state.momentum, at, pull, lr, state.healthy, c.momentum)
-    share = c.beta / (state.place.particles * (1 - c.momentum))
-    pull = lr * share * spike[..., None] * (learnable & state.healthy)
+        _advance(state, at, pull)
+    lr = state.rate if state.rates is None else state.rate[at]  # type: ignore[index]
+    if state.own_update is not None:
+        reach = lr * (c.beta / state.place.particles)
+    elif c.optimizer == "adamw":  # its steps are means of gradients, over their root mean square
+        reach = lr * (c.beta / state.place.particles) / adam_root(state.second[:, at], state.corrections[1])
+    else:
+        reach = lr * (c.beta / (state.place.particles * (1 - c.momentum)))
+    pull = reach * spike[..., None] * (learnable & state.healthy)
     rows[:, at] = spike_and_slab.proximal_spike(rows[:, at], pull)
 
 
-def _advance(state: RunState) -> None:
-    """Equations 14 and 15: kernel weights of every block, then one fused update."""
+def _advance(state: RunState, at: Tensor | None = None, excess: Tensor | None = None) -> None:
+    """Equations 14 and 15: kernel weights of every block, then one fused update.
+
+    `excess` (n, U, M) at the coordinates `at` (U, M) of the gradients belongs to the score alone.
+    """
     c, rows, gradients = state.config, state.particles.rows, state.particles.gradients
     scores = state.scores if state.gaussian else None
     index = state.blocks.index if isinstance(state.blocks, stein.BlockIndex) else None
@@ -229,16 +249,33 @@ def _advance(state: RunState) -> None:
         scores = _direction(state, score_of(gradients, scores, state.moving))
     elif state.gating is not None and len(rows) > 1:
         weights = stein.pair_weights(rows, **_kernel(state, len(rows)))
+    beta, decay = 0.0 if state.gating is None else c.beta, c.weight_decay or 0.0
+    if c.optimizer == "adamw" or state.own_update is not None:
+        drive = state.driven(rows, gradients, scores, weights, index, state.moving, beta)
+        if at is not None and excess is not None:
+            drive[:, at] -= excess
+        if state.own_update is not None:
+            return state.own_update(drive)
+        state.adamw(
+            rows, drive, state.momentum, state.second, state.decayed, state.moving, state.rate, state.corrections,
+            state.healthy, decay, c.momentum,
+        )  # fmt: skip
+        return None
     state.update(
-        rows, gradients, state.momentum, scores, weights, index, state.decayed, state.moving, state.knobs[0],
-        state.healthy, c.weight_decay or 0.0, 0.0 if state.gating is None else c.beta, c.momentum,
+        rows, gradients, state.momentum, scores, weights, index, state.decayed, state.moving, state.rate,
+        state.healthy, decay, beta, c.momentum,
     )  # fmt: skip
+    if at is not None and excess is not None:
+        rate = state.rate if state.rates is None else state.rate[at]  # type: ignore[index]
+        correct_rows(rows, state.momentum, at, excess, rate, state.healthy, c.momentum)
+    return None
 
 
 def _kernel(state: RunState, particles: int) -> dict[str, Any]:
     """The options of :func:`dllp.method.stein.direction` for this step."""
     c, n = state.config, state.num_data
-    rate = state.knobs[0] * (c.beta / (1 - c.momentum))  # what a gradient of one step adds up to
+    # what a gradient of one step adds up to; a step of Adam is bounded by its rate, whatever the gradient
+    rate = 0.0 if c.optimizer == "adamw" else state.knobs[0] * (c.beta / (1 - c.momentum))
     reach = stein.step_reach(rate, particles, n)
     return {"num_data": n, "bandwidth": c.bandwidth, "blocks": state.blocks, "reach": reach}
 

@@ -76,7 +76,9 @@ class Taught:
 def needed(output: Tensor | None) -> Tensor:
     """The logits, without which nothing can be taught."""
     if output is None:
-        raise StructureError("a teacher needs logits: let loss return a dict with 'loss' and 'logits', or teacher='off'")
+        raise StructureError(
+            "a teacher needs logits: let loss return a dict with 'loss' and 'logits', or switch it off"
+        )
     return output
 
 

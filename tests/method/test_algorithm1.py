@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dllp.config import Config
 from dllp.devices.device import cast_like_autocast
 from dllp.method import algorithm1, schedule, spike_and_slab
-from dllp.method.update import compiled_update, correct_rows, update_rows
+from dllp.method.update import compiled, correct_rows, update_rows
 from dllp.prepare import make_gating
 from dllp.training import latents
 from dllp.training.particles import Particles
@@ -148,6 +148,25 @@ def test_sparsity_replaces_the_budget_where_there_is_none() -> None:
     compare(tiny_config(keep_flops=None, sparsity=2.0, particles=2, **PHASES["soft"]), 2, steps=3)
 
 
+@pytest.mark.parametrize(
+    ("n", "likelihood", "granularity", "blocks"),
+    [
+        (1, "categorical", "channel", "module"),
+        (2, "categorical", "channel", "module"),
+        (2, "gaussian", "channel", "all"),
+        (2, "gaussian", "weight", "module"),
+        (3, "categorical", "weight", "coordinate"),
+    ],
+)
+def test_steps_of_adamw_equal_the_naive_reference(n: int, likelihood: str, granularity: str, blocks: str) -> None:
+    """In every phase: preconditioned gradient, decoupled decay, and the spike's step by the same preconditioner."""
+    config = tiny_config(
+        particles=n, likelihood=likelihood, granularity=granularity, blocks=blocks, optimizer="adamw", lr=0.02,
+        lr_end=0.004, **PHASES["all"],
+    )  # fmt: skip
+    compare(config, n, steps=10)
+
+
 @pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
 def test_particles_that_learn_from_their_mean(likelihood: str) -> None:
     taught: dict[str, Any] = {"teacher": "posterior", "teacher_weight": 0.4, "teacher_temperature": 1.5}
@@ -267,20 +286,20 @@ def test_update_without_stein_is_nesterov_sgd() -> None:
 
 
 def test_the_update_is_compiled_for_every_network_of_a_long_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[Any] = []
+    graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
-        compiled.append(graph)
+        graphs.append(graph)
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     for size in range(20, 32):  # more shapes than PyTorch compiles one function for
         found, expected = torch.ones(2, 1, size), torch.ones(2, 1, size)
         every, rest = torch.ones(1, size, dtype=torch.bool), (torch.tensor(0.3), torch.tensor(True), 0.1, 0.0, 0.8)
-        for update, (rows, momentum) in ((compiled_update(), found), (update_rows, expected)):
+        for update, (rows, momentum) in ((compiled(update_rows), found), (update_rows, expected)):
             update(rows, torch.ones(1, size), momentum, None, (), None, every[0], every, *rest)
         assert torch.equal(found, expected)
-    assert len(compiled) == 12
+    assert len(graphs) == 12
 
 
 @pytest.mark.parametrize("healthy", [True, False])

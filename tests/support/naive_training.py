@@ -32,6 +32,7 @@ class Reference:
         self.state = algorithm1.State(
             weights, [{k: torch.zeros_like(v) for k, v in theta.items()} for theta in weights], logits, log_slab, log_d,
             torch.zeros(n, dtype=torch.float64), adam,
+            square=[{k: torch.zeros_like(v) for k, v in theta.items()} for theta in weights],
         )  # fmt: skip
         self.network = algorithm1.Network(
             forward=lambda theta, x, z: explicit(theta, x, z, granularity),
@@ -44,7 +45,7 @@ class Reference:
         )
         strength = 1 / NUM_DATA
         names = ("beta", "epsilon", "slab_bounds", "likelihood", "bandwidth", "momentum", "weight_decay",
-                 "teacher_weight", "teacher_temperature")  # fmt: skip
+                 "teacher_weight", "teacher_temperature", "optimizer")  # fmt: skip
         self.settings = algorithm1.Settings(
             num_data=NUM_DATA, strength=strength, leverage=max(1.0, config.beta * strength * gates),
             gap_penalty=budget.GAP_PENALTY[granularity], dual_step=budget.DUAL_STEP[granularity],
