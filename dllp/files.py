@@ -24,18 +24,14 @@ CAP_VARIABLE = "DLLP_MAX_BYTES"
 CAP = 2**34
 """Most bytes that one file may make us hold, whatever it declares; $DLLP_MAX_BYTES overrides it."""
 JSON_BYTES, JSON_VALUES = 2**25, 2**21
-DIGITS = 25
-"""Most digits of a number: 64 bits need twenty, the shortest form of a float fewer than twenty-five."""
 
 
 def cap() -> int:
     """The limit in bytes, from the environment where it is set there."""
     text = os.environ.get(CAP_VARIABLE, "")
-    if not text:
-        return CAP
-    if not text.isdecimal() or len(text) > DIGITS:
+    if text and not text.isdecimal():
         raise ConfigError(f"${CAP_VARIABLE} = {text!r}: a number of bytes is needed")
-    return int(text)
+    return int(text or CAP)
 
 
 # ---- reading
@@ -93,30 +89,24 @@ def read_json(path: Path) -> Any:
     return parse_json(read_bytes(path, JSON_BYTES), path)
 
 
-def parse_json(content: bytes, place: object, kind: type[DllpError] = ArtifactError) -> Any:
-    """Strict JSON: UTF-8, finite numbers of sane length, no name twice in one object, limited size."""
+def parse_json(content: bytes, place: object) -> Any:
+    """Strict JSON: UTF-8, finite numbers, no name twice in one object, limited size."""
     if len(content) > JSON_BYTES or sum(content.count(mark) for mark in (b",", b"[", b"{")) > JSON_VALUES:
-        raise kind(f"{place} is too large for JSON: at most {JSON_BYTES} bytes and {JSON_VALUES} values are read")
-    try:
-        return json.loads(
-            content.decode(), parse_float=_float, parse_int=_int, parse_constant=_float, object_pairs_hook=_object
+        raise ArtifactError(
+            f"{place} is too large for JSON: at most {JSON_BYTES} bytes and {JSON_VALUES} values are read"
         )
+    try:
+        return json.loads(content.decode(), parse_float=_finite, parse_constant=_finite, object_pairs_hook=_object)
     except RecursionError:
-        raise kind(f"{place} is nested too deeply: the file is damaged") from None
+        raise ArtifactError(f"{place} is nested too deeply: the file is damaged") from None
     except ValueError as error:
-        raise kind(f"{place} is not valid JSON ({error}): the file is damaged") from None
+        raise ArtifactError(f"{place} is not valid JSON ({error}): the file is damaged") from None
 
 
-def _int(text: str) -> int:
-    if len(text) > DIGITS:
-        raise ValueError(f"a number of {len(text)} digits")
-    return int(text)
-
-
-def _float(text: str) -> float:
-    value = float(text) if len(text) <= 2 * DIGITS else math.nan
+def _finite(text: str) -> float:
+    value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text[:DIGITS]} is not finite or too long")
+        raise ValueError(f"{text[:25]} is not finite")
     return value
 
 
@@ -130,16 +120,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # ---- types
 
 
-def typed(hint: type[T], value: Any, place: object, kind: type[DllpError] = ArtifactError) -> T:
+def typed(hint: type[T], value: Any, place: object, name: str = "") -> T:
     """A JSON value as its annotated type: dataclasses are made of objects, all else is returned as it is.
 
-    Names that a dataclass lacks are ignored: files may hold computed values besides. An error of the given `kind`
-    names the `place`: `run.json: history[3].loss[0] must be a number`.
+    Names that a dataclass lacks are ignored: files may hold computed values besides. An error names the `place` and the
+    `name` of the value in it: `run.json: history[3].loss[0] must be a number`.
     """
-    return _typed(hint, value, "", place, kind)
-
-
-def _typed(hint: Any, value: Any, name: str, place: object, kind: type[DllpError]) -> Any:
     if fits(value, hint):
         return value
     if is_dataclass(hint) and isinstance(value, dict):
@@ -147,17 +133,18 @@ def _typed(hint: Any, value: Any, name: str, place: object, kind: type[DllpError
         for field in fields(hint):
             inner = f"{name}.{field.name}".lstrip(".")
             if field.name in value:
-                parts[field.name] = _typed(hints[field.name], value[field.name], inner, place, kind)
+                parts[field.name] = typed(hints[field.name], value[field.name], place, inner)
             elif field.default is MISSING and field.default_factory is MISSING:
-                raise kind(f"{place}: {inner} is missing")
+                raise ArtifactError(f"{place}: {inner} is missing")
         return hint(**parts)  # type: ignore[operator]
     if get_origin(hint) is list and isinstance(value, list):
         (inner,) = get_args(hint)
-        return [_typed(inner, part, f"{name}[{i}]", place, kind) for i, part in enumerate(value)]
+        return [typed(inner, part, place, f"{name}[{i}]") for i, part in enumerate(value)]  # type: ignore[return-value]
     if get_origin(hint) is dict and isinstance(value, dict):
         inner = get_args(hint)[1]
-        return {key: _typed(inner, part, f"{name}.{key}".lstrip("."), place, kind) for key, part in value.items()}
-    raise kind(f"{place}: {name or 'the document'} must be {in_words(hint)}")
+        found = {key: typed(inner, part, place, f"{name}.{key}".lstrip(".")) for key, part in value.items()}
+        return found  # type: ignore[return-value]
+    raise ArtifactError(f"{place}: {name or 'the document'} must be {in_words(hint)}")
 
 
 # ---- writing

@@ -179,7 +179,7 @@ def test_the_cap_is_stated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     [
         (b"NaN", "NaN is not finite"),
         (b"[1e999]", "not finite"),
-        (b"9" * 30, "30 digits"),
+        (b"9" * 5000, "5000 digits"),
         (b'{"a": 1, "a": 2}', "twice"),
         (b"[" * 10**5, "nested too deeply"),
         (b"\xff", "not valid JSON"),
@@ -303,8 +303,8 @@ def test_what_is_missing_is_named() -> None:
         files.typed(Size, {"macs": 1.0}, "a.json")
     with pytest.raises(ArtifactError, match=r"^a\.json: the document must be an object$"):
         files.typed(Size, [], "a.json")
-    with pytest.raises(ConfigError, match=r"^a\.json: conv\.1\[0\] must be a whole number$"):
-        files.typed(dict[str, list[int]], {"conv.1": [0.5]}, "a.json", ConfigError)
+    with pytest.raises(ArtifactError, match=r"^a\.json: conv\.1\[0\] must be a whole number$"):
+        files.typed(dict[str, list[int]], {"conv.1": [0.5]}, "a.json")
 
 
 # ---- written whole or not at all

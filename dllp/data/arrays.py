@@ -115,17 +115,10 @@ class Batches:
     """
 
     def __init__(
-        self,
-        data: ArrayData,
-        batch_size: int,
-        seed: int,
-        device: torch.device | str = "cpu",
-        channels_last: bool = False,
-        integers: bool = False,
-    ) -> None:
-        self.data = data.to(device)
-        self.device = torch.device(device)
-        self.seed = seed
+        self, data: ArrayData, batch_size: int, seed: int, device: torch.device | str = "cpu",
+        channels_last: bool = False, integers: bool = False,
+    ) -> None:  # fmt: skip
+        self.data, self.seed, self.device = data.to(device), seed, torch.device(device)
         self.num_examples = len(data)
         self.batch_size = min(batch_size, len(data))
         self.steps = len(data) // self.batch_size
@@ -139,7 +132,11 @@ class Batches:
         """(inputs, labels) of every step from `start_step` on; inputs are normalised float32, or the integers."""
         rng = generator(self.seed, 2, epoch)
         order = torch.randperm(self.num_examples, generator=rng)
-        place = self._draw(rng).to(self.device)
+        if self.data.augment == "resized-crop":
+            place = images.random_boxes(self.num_examples, rng, *self.data.shape[1:]).to(self.device)
+        else:
+            place = torch.randint(-images.PADDING, images.PADDING + 1, (self.num_examples, 2), generator=rng)
+            place = place.to(self.device)
         flip = ((self._phase + epoch) % 2 == 1)[order].to(self.device)  # every image in every other epoch
         order = order.to(self.device)
         size = self.batch_size
@@ -151,19 +148,12 @@ class Batches:
             for a, b in zip(x.split(size), y.split(size), strict=True):
                 yield a if self.integers else (a - self._shift).mul_(self._scale), b
 
-    def _draw(self, rng: torch.Generator) -> Tensor:
-        """(N, ...): the random crop of each image of an epoch."""
-        if self.data.augment == "resized-crop":
-            return images.random_boxes(self.num_examples, rng, *self.data.shape[1:])
-        return torch.randint(-images.PADDING, images.PADDING + 1, (self.num_examples, 2), generator=rng)
-
     def _gather(self, index: Tensor, place: Tensor, flip: Tensor) -> Tensor:
-        if self.data.augment == "crop-flip":
-            x = images.crop_flip(self.data.x, index, place, flip)
-        elif self.data.augment == "resized-crop":
-            x = images.resized_crop(self.data.x, index, place, flip)
+        x, augment = self.data.x, self.data.augment
+        if augment == "none":
+            x = x[index]
         else:
-            x = self.data.x[index]
+            x = (images.crop_flip if augment == "crop-flip" else images.resized_crop)(x, index, place, flip)
         return x.contiguous(memory_format=torch.channels_last) if self.channels_last else x
 
 
@@ -227,14 +217,9 @@ def stratified(y: Tensor, count: int, seed: int) -> Tensor:
 
 
 def from_pair(
-    x: Any,
-    y: Any,
-    *,
-    mean: tuple[float, ...] | None = None,
-    std: tuple[float, ...] | None = None,
-    augment: Augment = "none",
-    integers: bool = False,
-) -> ArrayData:
+    x: Any, y: Any, *, mean: tuple[float, ...] | None = None, std: tuple[float, ...] | None = None,
+    augment: Augment = "none", integers: bool = False,
+) -> ArrayData:  # fmt: skip
     """Data from two tensors or arrays.
 
     Inputs are (N, C, H, W) or (N, F) and stay uint8 or become float32; with `integers` other integers become int64.

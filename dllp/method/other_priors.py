@@ -6,9 +6,8 @@ Pure functions of (values, parameters), as the spike-and-slab prior's are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -81,18 +80,14 @@ class Prior:
 
     Args:
         name: Key in :data:`PRIORS`.
-        log_prob: Log density; elementwise where that is the scope, a scalar up to a constant otherwise.
+        log_prob: Log density; elementwise and normalised where that is the scope, a scalar up to a constant otherwise.
         score: Closed-form gradient of the summed `log_prob` in the values.
-        parameters: Names of the parameters, in order.
-        proper: Whether `log_prob` is normalised.
         scope: What the density is a product over: `element`s, the `module`s of a network, or nothing (`network`).
     """
 
     name: str
     log_prob: Callable[..., Tensor]
     score: Callable[..., Tensor]
-    parameters: tuple[str, ...]
-    proper: bool
     scope: Literal["element", "module", "network"] = "element"
 
     def unit_scores(self, values: Tensor, lengths: Sequence[int], *parameters: Tensor | float) -> Tensor:
@@ -105,22 +100,13 @@ class Prior:
         return torch.cat(scores, dim=1) * values.sign()
 
 
-def _negated(energy: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def log_prob(values: Tensor, *parameters: Tensor | float, **named: Tensor | float) -> Tensor:
-        return -energy(values, *parameters, **named)
-
-    return log_prob
-
-
-PRIORS: Mapping[str, Prior] = MappingProxyType(
-    {
-        prior.name: prior
-        for prior in (
-            Prior("spike_and_slab", spike_and_slab.log_prob, spike_and_slab.score, ("logit", "slab", "spike"), True),
-            Prior("laplace", laplace_log_prob, laplace_score, ("scale",), True),
-            Prior("gaussian", gaussian_log_prob, gaussian_score, ("std",), True),
-            Prior("polarization", _negated(polarization_energy), polarization_score, ("t", "a"), False, "network"),
-            Prior("hoyer", _negated(hoyer_energy), hoyer_score, ("strength",), False, "module"),
-        )
-    }
-)
+PRIORS = {
+    prior.name: prior
+    for prior in (
+        Prior("spike_and_slab", spike_and_slab.log_prob, spike_and_slab.score),  # logit, slab, spike
+        Prior("laplace", laplace_log_prob, laplace_score),
+        Prior("gaussian", gaussian_log_prob, gaussian_score),
+        Prior("polarization", lambda *terms: -polarization_energy(*terms), polarization_score, "network"),
+        Prior("hoyer", lambda *terms: -hoyer_energy(*terms), hoyer_score, "module"),
+    )
+}

@@ -32,7 +32,7 @@ def start(network: nn.Module, path: Path) -> list[str]:
     rename: Any = getattr(network, "usual_name", None)
     if rename is not None and not stored.keys() & targets.keys():
         stored = {rename(name): value for name, value in stored.items()}
-    last = _last(network)
+    last = [name for name, module in network.named_modules() if any(True for _ in module.parameters(recurse=False))][-1]
     learned = {name for name, _ in network.named_parameters(remove_duplicate=False)}
     fresh, fitting = [], {}
     for name, target in targets.items():
@@ -68,7 +68,12 @@ def read(path: Path) -> dict[str, Tensor]:
         if isinstance(found, Mapping) and isinstance(found.get(wrapper), Mapping):
             found = found[wrapper]
             break
-    if not isinstance(found, Mapping) or not found or not all(_is_weight(*entry) for entry in found.items()):
+    plain = isinstance(found, Mapping) and all(
+        isinstance(name, str) and isinstance(value, Tensor) and value.layout == torch.strided
+        and not value.is_quantized and value.device.type == "cpu"
+        for name, value in found.items()
+    )  # fmt: skip
+    if not found or not plain:
         raise ArtifactError(f"{path} holds no names and tensors: save model.state_dict(), best as .safetensors")
     parallel = all(name.startswith("module.") for name in found)
     return {name.removeprefix("module.") if parallel else name: value for name, value in found.items()}
@@ -94,13 +99,3 @@ def _unpickled(path: Path) -> Any:
             f"{path} cannot be read as weights alone: it is damaged, or holds Python objects as a whole module does; "
             "save model.state_dict(), best as .safetensors"
         ) from None
-
-
-def _is_weight(name: Any, value: Any) -> bool:
-    plain = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
-    return isinstance(name, str) and plain and value.device.type == "cpu"
-
-
-def _last(network: nn.Module) -> str:
-    """The name of the last module that has parameters of its own."""
-    return [name for name, module in network.named_modules() if any(True for _ in module.parameters(recurse=False))][-1]
