@@ -56,6 +56,15 @@ def copied(run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(run, tmp_path / "copy"))
 
 
+@pytest.fixture
+def result(run: Path) -> "dllp.Result":
+    """The result that such a folder holds."""
+    import dllp
+    from dllp.zoo import build
+
+    return dllp.load(run, build("small_cnn", num_classes=10, in_channels=1, image_size=8))
+
+
 @pytest.fixture(scope="session")
 def report_page(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The report of a finished run."""

@@ -96,14 +96,6 @@ def test_regression_from_arrays(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "RMSE" in capsys.readouterr().out
 
 
-def test_weight_granularity_is_stored_sparse(tmp_path: Path) -> None:
-    words = ["--granularity", "weight", "--keep-params", "0.2", "--epochs", "2", "--no-dense", "--quiet"]
-    assert main(["prune", *words, "--out", str(tmp_path / "run")]) == 0
-    assert (tmp_path / "run/particle-0.safetensors").stat().st_size < 0.5 * os.path.getsize(
-        tmp_path / "run/reference-0.safetensors"
-    )
-
-
 # ---- the folder
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,17 +96,6 @@ def test_a_share_of_bad_files_is_below_one(value: str | float) -> None:
 def test_fewer_than_no_workers(photographs: Path) -> None:
     with pytest.raises(DataError, match="workers = -1"):
         pictures.load(photographs, workers=-1)
-
-
-def test_links_and_pipes(own_photographs: Path, tmp_path: Path) -> None:
-    os.rename(own_photographs / "train" / "cat" / "000.jpg", tmp_path / "000.jpg")
-    (own_photographs / "train" / "cat" / "000.jpg").symlink_to(tmp_path / "000.jpg")
-    with pytest.raises(DataError, match="leads out of"):
-        pictures.load(own_photographs)
-    (own_photographs / "train" / "cat" / "000.jpg").unlink()
-    os.mkfifo(own_photographs / "train" / "cat" / "000.jpg")
-    with pytest.raises(DataError, match="no regular file"):
-        pictures.load(own_photographs)
 
 
 def test_an_image_that_cannot_be_one_is_not_read(photographs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,11 +25,6 @@ from dllp.zoo import build
 SHAPE = (1, 8, 8)
 
 
-@pytest.fixture
-def result(run: Path) -> dllp.Result:
-    return dllp.load(run, build("small_cnn", num_classes=10, in_channels=1, image_size=8))
-
-
 def answers(path: Path, x: torch.Tensor) -> list[torch.Tensor]:
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     return [torch.from_numpy(y) for y in session.run(None, {export.INPUT: x.numpy()})]

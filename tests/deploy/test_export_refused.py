@@ -25,11 +25,6 @@ from tests.support.commands import one_line
 SHAPE = (1, 8, 8)
 
 
-@pytest.fixture
-def result(run: Path) -> dllp.Result:
-    return dllp.load(run, build("small_cnn", num_classes=10, in_channels=1, image_size=8))
-
-
 def test_foreign_recipe_is_refused(result: dllp.Result) -> None:
     reference = result.particles[0].reference
     structure = discover(reference, torch.randn(2, *SHAPE))

@@ -32,11 +32,6 @@ def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtimes, "FEWEST", 3)
 
 
-@pytest.fixture
-def result(run: Path) -> dllp.Result:
-    return dllp.load(run, build("small_cnn", num_classes=10, in_channels=1, image_size=8))
-
-
 def memory_is_read() -> bool:
     return Path("/proc/self/clear_refs").exists()
 

@@ -46,23 +46,6 @@ def test_the_map_of_a_laplace_prior_is_l1_and_of_a_gaussian_l2(observed: float) 
     assert maximum(observed, other_priors.gaussian_log_prob(GRID, std)) == pytest.approx(ridge, abs=2e-4)
 
 
-def test_log_densities_are_the_norms_of_equations_1_to_4() -> None:
-    w, b, std = normal(40), 0.3, 0.2
-    l1, l2 = w.abs().sum(), w.square().sum()
-    torch.testing.assert_close(other_priors.laplace_log_prob(w, b).sum(), -l1 / b - 40 * math.log(2 * b))
-    normaliser = 40 * math.log(std * math.sqrt(2 * math.pi))
-    torch.testing.assert_close(other_priors.gaussian_log_prob(w, std).sum(), -l2 / (2 * std**2) - normaliser)
-
-
-def test_polarization_is_the_energy_of_equation_6() -> None:
-    gamma, t, a = normal(30).abs(), 1.2, 0.4
-    prior = other_priors.PRIORS["polarization"]
-    # the difference of the logarithms of two Laplace densities, as (5) means it, constants aside
-    kept = -t * gamma.abs().sum() / a
-    apart = -(gamma - gamma.mean()).abs().sum() / a
-    torch.testing.assert_close(prior.log_prob(gamma, t, a), kept - apart)
-
-
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_configuration_chooses_the_width_of_each_prior(name: str) -> None:
     """prior_scale is b, the standard deviation or a, and 1 over the strength of Hoyer."""

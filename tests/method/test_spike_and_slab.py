@@ -189,13 +189,6 @@ def test_everything_in_the_spike_gains_what_the_formula_says(weights: int, nats:
     assert gain > math.log(10), "more than the cross-entropy of guessing among ten classes: the collapse pays"
 
 
-def test_clamp_slab_holds_lambda_within_its_bounds() -> None:
-    log_slab = torch.tensor([0.1, 5.0, 500.0], dtype=torch.float64).log()
-    torch.testing.assert_close(
-        spike_and_slab.clamp_slab(log_slab, (1.0, 200.0)).exp(), torch.tensor([1.0, 5.0, 200.0]).double()
-    )
-
-
 def test_polarization_prefers_two_groups() -> None:
     split, even = torch.tensor([0.0, 0.0, 1.0, 1.0]), torch.full((4,), 0.5)
     # Worked by hand: |g|_1 = 2 for both; distances to the mean add up to 2 and 0.

@@ -82,12 +82,6 @@ def test_the_fixed_point_shrinks_with_the_data(blocks: tuple[int, ...] | None) -
     assert float((x[0] - x[1]).square().sum()) == pytest.approx(expected, rel=1e-9)
 
 
-def test_num_data_scales_the_textbook_direction() -> None:
-    x, s, num_data = normal(4, 6), normal(4, 6, seed=1), 30.0
-    textbook = stein.direction(x, num_data * s) / num_data
-    torch.testing.assert_close(stein.direction(x, s, num_data=num_data), textbook, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("bandwidth", ["median", 3.0])
 @pytest.mark.parametrize("blocks", [None, (2, 4), "coordinate"])
 def test_without_scores_particles_part(bandwidth: stein.Bandwidth, blocks: stein.Blocks) -> None:
@@ -99,13 +93,6 @@ def test_without_scores_particles_part(bandwidth: stein.Bandwidth, blocks: stein
     many = normal(5, 6, seed=3)
     later = oracles.follow(many, torch.zeros_like, lr=0.1, steps=20, bandwidth=bandwidth, blocks=blocks)
     assert float(torch.pdist(later).sum()) > float(torch.pdist(many).sum())
-
-
-def test_one_particle_follows_its_score() -> None:
-    x, s = normal(1, 5), normal(1, 5, seed=1)
-    for blocks in (None, (2, 3), "coordinate"):
-        phi = stein.direction(x, s, num_data=9, blocks=blocks)
-        assert torch.equal(phi, s) and phi is not s
 
 
 @settings(deadline=None, max_examples=60)
@@ -172,12 +159,6 @@ def test_median_bandwidth_on_worked_values() -> None:
     assert float(stein.median_bandwidth(three)) == pytest.approx(4 / math.log(3))
     four = stein.squared_distances(torch.tensor([[0.0], [1.0], [3.0], [7.0]]))
     assert float(stein.median_bandwidth(four)) == pytest.approx(3.5**2 / math.log(4))
-
-
-def test_two_particles_have_kernel_one_half_in_every_block() -> None:
-    sq = stein.squared_distances(normal(2, 8) * 1e-3, LENGTHS)
-    k = stein.kernel(sq, stein.median_bandwidth(sq))
-    torch.testing.assert_close(k, torch.full((1, 3), 0.5, dtype=k.dtype), rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("copies", [2, 4])

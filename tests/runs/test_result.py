@@ -169,17 +169,6 @@ def test_a_run_of_another_format(folder: Path, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "field", ["config", "recipes", "gated", "dense", "sizes", "widths", "whole", "history", "info"]
-)
-def test_a_missing_field_is_an_error(folder: Path, field: str) -> None:
-    values = json.loads((folder / "run.json").read_text())
-    del values[field]
-    (folder / "run.json").write_text(json.dumps(values))
-    with pytest.raises(ArtifactError, match=r"run\.json"):
-        dllp.load(folder, short_runs.build())
-
-
-@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("config", 3),
