@@ -6,8 +6,8 @@ All take turns, so that they see the same machine; a ratio is the median over th
 
 pillow    opens and decodes files, in two processes
 resized   Pillow alone too, and resizes half the area of each image to the size that training wants
-host      what the pipeline does on the cores where a GPU does the rest: reads, decodes, cuts and hands over batches
-whole     batches as training gets them: resized, mirrored and normalised too, on the GPU where there is one
+host      what the worker processes do: read, decode, cut, resize and hand over batches
+whole     batches as training gets them: on the device, and normalised there
 
 `ratio` is of images per second: true where nobody else uses the cores. `effort` is the same of processor time for each
 image, of all processes together, which others disturb less: the ratio that cores kept busy would reach.
@@ -111,7 +111,7 @@ def measure(folder: Path, image_size: int, batches: int, rounds: int) -> dict[st
         for _ in range(rounds):
             turn = {"pillow": cost(pillow), "resized": cost(resized)}
             requests = batch_order(data, BATCH, 0, slice(BATCH))
-            turn["host"] = taken(read_batches(data, requests, finish=False), batches)
+            turn["host"] = taken(read_batches(data, requests), batches)
             turn["whole"] = taken(endless(data, device), batches)
             turns.append(turn)
     count = {name: len(order) if name in ("pillow", "resized") else batches * BATCH for name in turns[0]}

@@ -1,4 +1,4 @@
-"""One image from its bytes: opened under limits, decoded as RGB, cropped, and resized on a CPU or in batches on a GPU.
+"""Images: opened under limits, decoded as RGB, cropped and resized one by one; augmented in batches in memory.
 
 The filter of all resizing is the triangle that Pillow calls bilinear: without aliasing where an image shrinks.
 """
@@ -40,8 +40,6 @@ PADDING = 4
 """Pixels by which images in memory are shifted at most."""
 OVERSIZE = 1.5
 """Images are decoded no smaller than this many times their later size: what is lost then cannot be seen."""
-RESIZED_AT_ONCE = 64
-"""As floats images take much more memory than as bytes."""
 LARGE = 2**24
 """Pixels of an image above which it is decoded alone: by many threads at once such images would fill the memory."""
 ALONE = threading.Lock()
@@ -164,56 +162,6 @@ def resize_one(image: np.ndarray, mirror: bool, size: int) -> np.ndarray:
     return new[:, :, ::-1] if mirror else new
 
 
-def resize_all(pixels: Tensor, extent: Tensor, mirror: Tensor, size: int) -> Tensor:
-    """(B, 3, size, size) uint8 of images of any sizes, by two batched matrix products.
-
-    Args:
-        pixels: All bytes of the first image, (h, w, 3), then those of the second, and so on, on the device.
-        extent: (B, 2) h and w of each, in the host's memory.
-        mirror: (B,) bool, in the host's memory.
-    """
-    areas = extent.prod(1)
-    starts = areas.cumsum(0) - areas
-    n = RESIZED_AT_ONCE
-    chunks = zip(starts.split(n), extent.split(n), mirror.split(n), strict=True)
-    return torch.cat([_resize_chunk(pixels.view(-1, 3), *chunk, size) for chunk in chunks])
-
-
-def _resize_chunk(pixels: Tensor, start: Tensor, extent: Tensor, mirror: Tensor, size: int) -> Tensor:
-    """Images whose first pixels (N, 3) are at `start` (B,)."""
-    count, device = len(extent), pixels.device
-    height, width = extent.amax(0).tolist()
-    start, extent, mirror = (part.to(device, non_blocking=True) for part in (start, extent, mirror))
-    down, across = torch.arange(height, device=device), torch.arange(width, device=device)
-    # One canvas for all: pixels beyond an image have no weight, their index only has to be valid.
-    index = (start + down[:, None] * extent[:, 1]).T[:, :, None] + across
-    canvas = pixels[index.clamp_(max=len(pixels) - 1)].view(count, height, width * 3).float()
-    place = (torch.arange(size, device=device) + 0.5).expand(count, size)
-    rows = _resize_weights(place, extent[:, 0], height, size)
-    columns = _resize_weights(torch.where(mirror[:, None], size - place, place), extent[:, 1], width, size)
-    # The three colours lie side by side in either product: one larger matrix is faster than three.
-    x = torch.bmm(rows, canvas).view(count, size, width, 3)
-    x = torch.bmm(columns, x.transpose(1, 2).reshape(count, width, size * 3)).view(count, size, size, 3)
-    return x.permute(0, 3, 2, 1).round().clamp_(0, 255).to(torch.uint8)
-
-
-def _resize_weights(place: Tensor, length: Tensor, span: int, size: int) -> Tensor:
-    """(B, size) centres of new pixels, (B,) old pixels of each image on a canvas of `span` -> (B, size, span)."""
-    scale = length.float() / size
-    return _triangle_weights(place * scale[:, None], scale.clamp_min(1), span, length)
-
-
-def _triangle_weights(place: Tensor, reach: Tensor, span: int, length: Tensor) -> Tensor:
-    """Centres (B, size) of new pixels -> (B, size, span): weight of each old pixel, a triangle of half width `reach`.
-
-    Only the first `length` (B,) of the `span` old pixels count.
-    """
-    old = torch.arange(span, device=place.device) + 0.5
-    weights = (old - place[:, :, None]).abs_().div_(-reach[:, None, None]).add_(1).clamp_min_(0)
-    weights *= old < length[:, None, None]
-    return weights.div_(weights.sum(2, keepdim=True))
-
-
 # ---- augmentation of images in memory: batched, on any device
 
 
@@ -253,8 +201,10 @@ def resized_crop(images: Tensor, index: Tensor, box: Tensor, flip: Tensor) -> Te
 
 def _enlarged(start: Tensor, length: Tensor, size: int) -> Tensor:
     """(B,) start and length of crops of `size` pixels -> (B, size, size): weight of each old pixel in each new one."""
-    place = (torch.arange(size, device=start.device) + 0.5) * (length / size)[:, None] + start[:, None]
-    return _triangle_weights(place, torch.ones_like(start), size, torch.full_like(start, size))
+    old = torch.arange(size, device=start.device) + 0.5
+    place = old * (length / size)[:, None] + start[:, None]
+    weights = (1 - (old - place[:, :, None]).abs_()).clamp_min_(0)
+    return weights.div_(weights.sum(2, keepdim=True))
 
 
 def _reflect(position: Tensor, size: int) -> Tensor:

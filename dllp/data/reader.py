@@ -1,7 +1,4 @@
-"""Worker processes that read, decode and crop the images of whole batches.
-
-Where a GPU waits for the images it also resizes them, faster than a core could; otherwise the workers do, for the
-training process would need the cores that they use.
+"""Worker processes that read, decode, crop and resize the images of whole batches.
 
 Signals are the training process's to answer, and workers end with it. The death of a worker is raised where the
 training process asks for the next batch.
@@ -59,54 +56,39 @@ class Request(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """The decoded images of a request.
-
-    Attributes:
-        pixels: (B, 3, S, S) uint8; or, still to be resized and mirrored, all bytes of the first image, (h, w, 3),
-            then those of the second, and so on.
-        extent: (B, 2) h and w of each.
-        mirror: (B,) bool.
-        numbers: (B,) index of each.
-        unreadable: Indices of unreadable images, and the reasons.
-    """
+    """The images of a request: (B, 3, S, S) uint8, the index (B,) of each, and unreadable ones with the reason."""
 
     pixels: Tensor
-    extent: Tensor
-    mirror: Tensor
     numbers: Tensor
     unreadable: list[tuple[int, str]]
 
 
 class Reader(Dataset[Decoded]):
-    """Decodes the images of requests, to become `image_size` pixels a side; with `finish` it resizes them too."""
+    """Decodes the images of requests, as squares of `image_size` pixels."""
 
-    def __init__(self, sources: Sources, image_size: int, finish: bool) -> None:
-        self.sources, self.image_size, self.finish = sources, image_size, finish
+    def __init__(self, sources: Sources, image_size: int) -> None:
+        self.sources, self.image_size = sources, image_size
 
     def __getitem__(self, request: Request) -> Decoded:
-        count, draws, unreadable = len(request.numbers), request.draws, list[tuple[int, str]]()
+        count, draws, size = len(request.numbers), request.draws, self.image_size
         boxes: list[list[float] | None] = [None] * count if draws is None else crop_boxes(draws).tolist()
         mirrors = [False] * count if draws is None else (draws[:, -1] < 0.5).tolist()
-        numbers, mirror, images = list[int](), list[bool](), list[np.ndarray]()
+        crops, numbers, unreadable = list[tuple[np.ndarray, bool]](), list[int](), list[tuple[int, str]]()
         with warnings.catch_warnings(action="ignore"):  # Pillow's about odd files
-            for first, box, flip in zip(request.numbers.tolist(), boxes, mirrors, strict=True):
+            for first, box, mirror in zip(request.numbers.tolist(), boxes, mirrors, strict=True):
                 for number in range(first, first + TRIES):
                     number %= len(self.sources)
                     try:
-                        images.append(crop(self.sources.read(number), box, self.image_size))
+                        crops.append((crop(self.sources.read(number), box, size), mirror))
                     except Unreadable as error:
                         unreadable.append((number, str(error)))
                         continue
                     numbers.append(number)
-                    mirror.append(flip)
                     break
-            extent = torch.tensor([image.shape[:2] for image in images], dtype=torch.int64).view(-1, 2)
-            if self.finish:  # after all are decoded: a core that changes its work for every image takes longer
-                images = [resize_one(image, flip, self.image_size) for image, flip in zip(images, mirror, strict=True)]
-        pixels = torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *(image.ravel() for image in images)]))
-        if self.finish:
-            pixels = pixels.view(-1, 3, self.image_size, self.image_size)
-        return Decoded(pixels, extent, torch.tensor(mirror).bool(), torch.tensor(numbers).long(), unreadable)
+            # after all are decoded: a core that changes its work for every image takes longer
+            squares = [resize_one(image, mirror, size) for image, mirror in crops]
+        pixels = np.stack(squares) if squares else np.empty((0, 3, size, size), np.uint8)
+        return Decoded(torch.from_numpy(pixels), torch.tensor(numbers).long(), unreadable)
 
 
 # ---- processes and signals

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from dllp.data import reader
 from dllp.data.arrays import ArrayData, Augment, generator
-from dllp.data.images import DRAWS, crop, resize_all, resize_one
+from dllp.data.images import DRAWS, crop, resize_one
 from dllp.data.reader import Decoded, Reader, Request
 from dllp.data.sources import Sources
 from dllp.data.unreadable import Unreadable, UnreadableImages
@@ -129,15 +129,15 @@ def _allocate(shape: tuple[int, ...]) -> np.ndarray:
         return np.memmap(file, np.uint8, "w+", shape=shape)
 
 
-def read_batches(data: StreamedData, requests: Iterator[Request], finish: bool) -> Iterator[Decoded]:
+def read_batches(data: StreamedData, requests: Iterator[Request], pin: bool = False) -> Iterator[Decoded]:
     """The batch of each request, as :class:`Reader` makes it, by worker processes; requests never end."""
     count = reader.cores() if data.workers is None else data.workers
     # More processes than cores are the user's choice: no warning.
     with warnings.catch_warnings(action="ignore"), reader.starting_workers():
         loader = DataLoader(
-            Reader(data.sources, data.image_size, finish), sampler=requests, batch_size=None,  # type: ignore
+            Reader(data.sources, data.image_size), sampler=requests, batch_size=None,  # type: ignore
             num_workers=count, prefetch_factor=reader.PREFETCH if count else None,
-            worker_init_fn=reader.init_worker, pin_memory=not finish,
+            worker_init_fn=reader.init_worker, pin_memory=pin,
             generator=torch.Generator(),  # else it would draw from the run's own random numbers
         )  # fmt: skip
         batches = iter(loader)
@@ -199,13 +199,13 @@ class StreamBatches:
         """
         if self._live is None or self._place != (epoch, start_step):
             requests = batch_order(self.data, self.batch_size, self.seed, self.part, epoch, start_step)
-            self._live = read_batches(self.data, requests, finish=self.device.type == "cpu")
+            self._live = read_batches(self.data, requests, pin=self.device.type != "cpu")
         for step in range(start_step, self.steps):
             batch = next(self._live)
             self._count_unreadable(batch)
             self._place = (epoch, step + 1) if step + 1 < self.steps else (epoch + 1, 0)
-            labels = self.data.y[batch.numbers]
-            yield self._inputs(batch), labels.to(self.device, non_blocking=True)
+            x, y = (part.to(self.device, non_blocking=True) for part in (batch.pixels, self.data.y[batch.numbers]))
+            yield (x - self._shift).mul_(self._scale).contiguous(memory_format=self.layout), y
 
     def _count_unreadable(self, batch: Decoded) -> None:
         """Count the unreadable images of all parts of the batch: every process gives up at the same step."""
@@ -220,14 +220,6 @@ class StreamBatches:
         except DataError as error:
             error.reported_elsewhere = not self._first
             raise
-
-    def _inputs(self, batch: Decoded) -> Tensor:
-        """Normalised float32 (B, 3, S, S) on the device, in the memory layout of the network."""
-        pixels = batch.pixels
-        if self.device.type != "cpu":
-            pixels = pixels.to(self.device, non_blocking=True)
-            pixels = resize_all(pixels, batch.extent, batch.mirror, self.data.image_size)
-        return (pixels - self._shift).mul_(self._scale).contiguous(memory_format=self.layout)
 
     def first(self, count: int = 2) -> tuple[Tensor, Tensor]:
         """A small batch, decoded by this process."""
