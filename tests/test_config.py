@@ -17,7 +17,7 @@ from torch import nn
 
 import dllp
 from dllp import Config, ConfigError, config
-from dllp.method import budget, gates, other_priors, schedule
+from dllp.method import gates, other_priors, schedule
 from dllp.training import latents, particles
 from paper import jobs
 
@@ -210,7 +210,7 @@ def test_retired_options_are_the_constants_that_runs_use(granularity: Any) -> No
     used = {
         "jitter": particles.JITTER, "gate_logit": gates.INITIAL_LOGIT, "lr_scales": latents.LR_SCALES,
         "tau_start": schedule.TAU_START, "tau_end": schedule.TAU_END, "polarization": other_priors.POLARIZATION,
-        "dual_step": budget.DUAL_STEP[granularity], "gap_penalty": budget.GAP_PENALTY[granularity],
+        "dual_step": gates.DUAL_STEP[granularity], "gap_penalty": gates.GAP_PENALTY[granularity],
         "mean_weight": 0.0, "prior_strength": "bayes", "slab_decay": False,  # of parts that are gone
     }  # fmt: skip
     assert {name: values[granularity] for name, values in config.RETIRED.items()} == used

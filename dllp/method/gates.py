@@ -1,6 +1,7 @@
-"""Bernoulli gates and their relaxation, the binary concrete (two-class Gumbel-softmax) of Section 3.2.2.
+"""Bernoulli gates, their relaxation, the binary concrete (two-class Gumbel-softmax) of Section 3.2.2, and the budget.
 
-Pure functions; noise is passed in, so that a step can be replayed and captured.
+The budget is a cost-aware hyperprior on the gates, held by a multiplier (Section 5). Pure functions; noise is
+passed in, so that a step can be replayed and captured.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ from torch import Tensor
 
 INITIAL_LOGIT = 3.0
 """Logit of every gate at the start: 95% open."""
+DUAL_STEP = {"channel": 0.02, "weight": 0.2}
+"""Step of the budget's multiplier; many single weights need a faster one than channels."""
+GAP_PENALTY = {"channel": 10.0, "weight": 50.0}
+"""Weight of the squared gap between expected cost and ramp."""
 
 
 def to_logistic(noise: Tensor) -> Tensor:
@@ -53,3 +58,14 @@ def sample(logit: Tensor, tau: Tensor | float, noise: Tensor) -> Tensor:
 def discretise(logit: Tensor) -> Tensor:
     """(...) -> (...) bool: the most probable gate, open where theta > 1/2."""
     return logit > 0
+
+
+def budget_energy(fraction: Tensor, ramp: Tensor, multiplier: Tensor, penalty: float) -> tuple[Tensor, Tensor]:
+    """(n,) expected cost over dense cost -> the energy -log p(z) of the cost-aware hyperprior, and the gap (n,)."""
+    gap = fraction - ramp
+    return multiplier * fraction + penalty * gap.square(), gap
+
+
+def undecided(theta: Tensor) -> Tensor:
+    """(..., U) -> share of gates whose probability is neither below 5% nor above 95%."""
+    return ((theta > 0.05) & (theta < 0.95)).to(torch.float32).mean(-1)

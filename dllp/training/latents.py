@@ -12,7 +12,7 @@ from torch import Tensor
 from dllp.config import SPIKE_AND_SLAB, Config, Counted
 from dllp.devices.mesh import Place
 from dllp.errors import DllpError, NumericsError
-from dllp.method import budget, gates, spike_and_slab
+from dllp.method import gates, spike_and_slab
 from dllp.method.other_priors import POLARIZATION, PRIORS, Prior
 from dllp.records import GATE_BINS
 from dllp.training.gating import ChannelGating, WeightGating
@@ -165,7 +165,7 @@ class Latents:
         energy = self._budget_gradient(temperature, ramp)
         self.d_logits.copy_(through * z * (1 - z) * slope - self.config.beta * self.strength * prior + energy)
         if self.target is not None:
-            self.multiplier.add_(self.gap, alpha=budget.DUAL_STEP[self.config.granularity] * self.leverage)
+            self.multiplier.add_(self.gap, alpha=gates.DUAL_STEP[self.config.granularity] * self.leverage)
             if self.ranked:  # the threshold holds the budget; a negative price would favour what costs most
                 self.multiplier.clamp_(min=0)
 
@@ -177,11 +177,11 @@ class Latents:
             if self.ranked:
                 counted = counted + (gates.discretise(logits).to(counted.dtype) - counted).detach()
             fraction = self._fraction(counted)
-            penalty = budget.GAP_PENALTY[self.config.granularity] * self.leverage
+            penalty = gates.GAP_PENALTY[self.config.granularity] * self.leverage
             if self.target is None:
                 energy = (self.config.sparsity or 0.0) * fraction
             else:
-                energy, gap = budget.budget_energy(fraction, ramp, self.multiplier, penalty)
+                energy, gap = gates.budget_energy(fraction, ramp, self.multiplier, penalty)
                 self.gap.copy_(gap.detach())
             (gradient,) = torch.autograd.grad(energy.sum(), logits)
         return gradient
@@ -239,7 +239,7 @@ class Latents:
         """(n,) share of gates whose probability is neither below 5% nor above 95%."""
         if self.gating is None or self.keep is not None:
             return torch.zeros_like(self.log_d)
-        return budget.undecided(self.theta)
+        return gates.undecided(self.theta)
 
     def counts(self) -> list[list[int]]:
         """(modules, GATE_BINS): gates of each module by their probability, all particles together."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dllp
-from dllp.method import budget, gates
+from dllp.method import gates
 from dllp.training import latents
 from dllp.training.state import RunState
 from tests.support.short_runs import convolutional, mlp, pictures, quick, table
@@ -123,8 +123,8 @@ def test_slabs_fit_the_scales_in_an_ordinary_run(granularity: str, monkeypatch: 
 def test_the_budget_holds_the_network_up(monkeypatch: pytest.MonkeyPatch, drawn: bool) -> None:
     """A prior that would prune everything: the multiplier of drawn gates goes negative, others have a threshold."""
     monkeypatch.setattr(gates, "INITIAL_LOGIT", 1.0)
-    monkeypatch.setitem(budget.DUAL_STEP, "weight", 0.1)
-    monkeypatch.setitem(budget.GAP_PENALTY, "weight", 10.0)
+    monkeypatch.setitem(gates.DUAL_STEP, "weight", 0.1)
+    monkeypatch.setitem(gates.GAP_PENALTY, "weight", 10.0)
     config = quick(
         granularity="weight", beta=4.0, epsilon=300.0, epochs=30, keep_flops=0.6, lr=0.005,
         lr_gates=0.1, discrete_at=0.8, ramp_until=0.4, draw_gates=drawn,

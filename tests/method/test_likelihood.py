@@ -14,7 +14,7 @@ from scipy import stats
 from torch import Tensor
 
 from dllp.evaluation import metrics
-from dllp.method import budget, likelihood
+from dllp.method import gates, likelihood
 
 
 def numbers(*shape: int, scale: float = 1.0) -> Tensor:
@@ -110,7 +110,7 @@ def test_teacher_loss_to_certain_predictions_is_the_task_loss() -> None:
 def test_budget_energy_pulls_towards_the_ramp_from_both_sides() -> None:
     fraction = torch.tensor([0.9, 0.5, 0.2], dtype=torch.float64, requires_grad=True)
     ramp, multiplier = torch.tensor(0.5, dtype=torch.float64), torch.tensor([0.3, 0.0, -0.4], dtype=torch.float64)
-    energy, gap = budget.budget_energy(fraction, ramp, multiplier, 10.0)
+    energy, gap = gates.budget_energy(fraction, ramp, multiplier, 10.0)
     torch.testing.assert_close(gap, torch.tensor([0.4, 0.0, -0.3], dtype=torch.float64))
     torch.testing.assert_close(energy, torch.tensor([0.27 + 1.6, 0.0, -0.08 + 0.9], dtype=torch.float64))
     (slope,) = torch.autograd.grad(energy.sum(), fraction)
@@ -119,4 +119,4 @@ def test_budget_energy_pulls_towards_the_ramp_from_both_sides() -> None:
 
 def test_undecided_counts_gates_between_5_and_95_percent() -> None:
     theta = torch.tensor([[0.0, 0.04, 0.06, 0.5], [0.94, 0.96, 1.0, 0.99]])
-    assert budget.undecided(theta).tolist() == [0.5, 0.25]
+    assert gates.undecided(theta).tolist() == [0.5, 0.25]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dllp.config import Config
-from dllp.method import algorithm1, budget, schedule
-from dllp.method.gates import INITIAL_LOGIT
+from dllp.method import algorithm1, schedule
+from dllp.method.gates import DUAL_STEP, GAP_PENALTY, INITIAL_LOGIT
 from dllp.training.latents import LR_SCALES
 from tests.support.tiny import CONVOLUTIONS, NUM_DATA, SCALES, expected_flops, explicit, kept_coordinates, scales_of
 
@@ -48,7 +48,7 @@ class Reference:
                  "teacher_weight", "teacher_temperature", "optimizer")  # fmt: skip
         self.settings = algorithm1.Settings(
             num_data=NUM_DATA, strength=strength, leverage=max(1.0, config.beta * strength * gates),
-            gap_penalty=budget.GAP_PENALTY[granularity], dual_step=budget.DUAL_STEP[granularity],
+            gap_penalty=GAP_PENALTY[granularity], dual_step=DUAL_STEP[granularity],
             budget=config.keep_flops is not None, sparsity=config.sparsity or 0.0,
             **{name: getattr(config, name) for name in names},
         )  # fmt: skip
