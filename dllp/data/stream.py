@@ -113,8 +113,11 @@ def decode_all(
     with warnings.catch_warnings(action="ignore"), ThreadPool(reader.cores()) as pool:  # Pillow's about odd files
         list(pool.imap(fill, range(len(sources)), THREAD_CHUNK))
     unreadable.add((sources.name(i), reasons[i]) for i in sorted(reasons))
-    read = torch.tensor([i for i in range(len(sources)) if i not in reasons], dtype=torch.int64)
-    return torch.from_numpy(pixels[read.numpy()] if reasons else pixels), read
+    read = [i for i in range(len(sources)) if i not in reasons]
+    for place, i in enumerate(read):
+        if place < i:  # in place: the array may be larger than the memory
+            pixels[place] = pixels[i]
+    return torch.from_numpy(pixels[: len(read)]), torch.tensor(read, dtype=torch.int64)
 
 
 def _allocate(shape: tuple[int, ...]) -> np.ndarray:
