@@ -26,7 +26,7 @@ def analyze(args: Namespace) -> None:
     if args.json is not None:
         files.write_json(Path(args.json), {"folder": str(opened.folder), **report}, named=True)
     if not args.quiet:
-        print(weight_analysis.text(report))
+        progress.show_weights(report)
 
 
 def bench(args: Namespace) -> None:

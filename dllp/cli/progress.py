@@ -24,6 +24,8 @@ from dllp.deploy.speed import Row as SpeedRow
 from dllp.deploy.speed import describe as describe_speed
 from dllp.errors import ConfigError
 from dllp.evaluation.evaluate import CLEAN, OOD, TOGETHER, Evaluation, Row
+from dllp.evaluation.weight_analysis import WHOLE, tails
+from dllp.method.weight_laws import FEWEST
 from dllp.records import EpochRecord
 from dllp.report.page import short_number
 from dllp.training.state import RunState
@@ -270,6 +272,50 @@ def _show_outside(rows: Sequence[Row], regression: bool) -> None:
     _stdout().print(_table(title, ("network", *names.values()), sections))
 
 
+WEIGHTS = {
+    "count": ("weights", ","), "std": ("std", "#.3g"), "near_zero": ("near\nzero", ".2f"),
+    "kurtosis": ("excess\nkurt.", ".2f"), "ks": ("KS", ".3f"), "dip_p": ("dip\np", ".2f"),
+    "wasserstein": ("W", ".3f"), "law": ("best\nlaw", ""), "law_ks": ("its\nKS", ".3f"),
+}  # fmt: skip
+"""Head and format of each figure of a set of weights."""
+LAWS = {"amoroso": "amoroso", "amoroso_2": "amoroso 2", "pareto": "pareto", "generalised_pareto": "GPD"}
+
+
+def show_weights(report: Mapping[str, Any]) -> None:
+    """Print the figures of `weight_analysis.analyze`: all layers pooled, then each, and how to read them."""
+
+    def row(part: str, shape: Mapping[str, Any]) -> list[str]:
+        fits = shape["fits"]
+        best = max(fits, key=lambda law: fits[law]["log_likelihood"]) if fits else None
+        values = {**shape, "law": best and LAWS[best], "law_ks": best and fits[best]["ks"]}
+        return [part, *(_cell(values[key], form) for key, (_, form) in WEIGHTS.items())]
+
+    named = {WHOLE: report[WHOLE], **report["layers"]}
+    sections = {name: [row(part, shape) for part, shape in parts.items() if shape] for name, parts in named.items()}
+    heads = "", *(head for head, _ in WEIGHTS.values())
+    console = _stdout()
+    console.print(_table(None, heads, {name: rows for name, rows in sections.items() if rows}))
+    if report.get("moments"):
+        heads = "", "near zero", "KS", "dip p", "accuracy", "NLL"
+        forms = {"near_zero": ".2f", "ks": ".3f", "dip_p": ".2f", "accuracy": ".2%", "nll": ".4f"}
+        rows = [[m["name"], *(_cell(m.get(name), form) for name, form in forms.items())] for m in report["moments"]]
+        title = "kept weights before and after the gates were decided, and at the end"
+        console.print(_table(title, heads, {"": rows}))
+    tail = tails(report["layers"])
+    if tail is not None:
+        rows = [[name, f"{found['k']:.3g}", f"{found['predicted']:.3g}"] for name, found in tail["layers"].items()]
+        title = f"Pareto tail of the kept weights, equation 8, with one h = {tail['h']:.3g} for all layers"
+        console.print(_table(title, ("", "k as fitted", "h / std before"), {"": rows}))
+    console.print(
+        "near zero: weights within a tenth of a standard deviation, over what a Gaussian has there (1: as a Gaussian; "
+        "0: cut away). KS: distance to the Gaussian of the same mean and deviation. dip p: below 0.05 there is more "
+        f"than one mode. W: Wasserstein distance to the weights of {report['reference']}, standardised. best law: of "
+        "the magnitudes, by likelihood, and its KS distance to them; GPD: generalised Pareto. whole: layers "
+        f"standardised, then pooled. Parts of fewer than {FEWEST} weights, or of equal ones, have no row.",
+        highlight=False,
+    )
+
+
 def show_speed(rows: Sequence[SpeedRow], layers: Sequence[LayerTime], title: str) -> None:
     """Print what `dllp speed` measured, how much of the saved FLOPs became time, and the layers that hold it back.
 
@@ -330,6 +376,10 @@ def _table(title: str | None, columns: Sequence[str], sections: Mapping[str, Seq
         for cells in rows:
             table.add_row(*cells, style="bold" if cells[0] == TOGETHER else None)
     return table
+
+
+def _cell(value: Any, form: str) -> str:
+    return "–" if value is None else format(value, form)
 
 
 def _numbers(row: Row, names: Iterable[str]) -> list[str]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -117,82 +116,3 @@ def tails(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
     h, predicted = weight_laws.pareto_relation(*zip(*found.values(), strict=True))
     rows = zip(found.items(), predicted.tolist(), strict=True)
     return {"h": h, "layers": {name: {"k": k, "std": std, "predicted": value} for (name, (k, std)), value in rows}}
-
-
-# ---- as text
-
-COLUMNS = {
-    "count": ("weights\n", ","), "std": ("std\n", "#.3g"), "near_zero": ("near\nzero", ".2f"),
-    "kurtosis": ("excess\nkurt.", ".2f"), "ks": ("KS\n", ".3f"), "dip_p": ("dip\np", ".2f"),
-    "wasserstein": ("W\n", ".3f"), "law": ("best\nlaw", ""), "law_ks": ("its\nKS", ".3f"),
-}  # fmt: skip
-"""Head and format of each; heads have two lines, so that the table fits 80 columns."""
-LAWS = {"amoroso": "amoroso", "amoroso_2": "amoroso 2", "pareto": "pareto", "generalised_pareto": "GPD"}
-WIDTH = 80
-
-
-def text(report: Mapping[str, Any]) -> str:
-    """The report's statistics as a table; all layers pooled come first, standardised. A name has its own line."""
-    named = {WHOLE: report[WHOLE], **report["layers"]}
-    rows = {name: [_row(part, shapes[part]) for part in PARTS if shapes[part]] for name, shapes in named.items()}
-    tops = [["", *line] for line in zip(*(head.split("\n") for head, _ in COLUMNS.values()), strict=True)]
-    columns = zip(*tops, *(row for found in rows.values() for row in found), strict=True)
-    widths = [max(map(len, column)) for column in columns]
-    lines = [_aligned(top, widths) for top in tops]
-    for name, found in rows.items():
-        lines += [name, *(_aligned(row, widths) for row in found)] if found else []
-    notes = (
-        "near zero: weights within a tenth of a standard deviation, over what a Gaussian has there (1: as a Gaussian; "
-        "0: cut away).",
-        "KS: distance to the Gaussian of the same mean and deviation. dip p: below 0.05 there is more than one mode.",
-        f"W: Wasserstein distance to the weights of {report['reference']}, standardised. best law: of the magnitudes, "
-        "by likelihood, and its KS distance to them; GPD: generalised Pareto.",
-        f"whole: layers standardised, then pooled. Parts of fewer than {weight_laws.FEWEST} weights, or of equal "
-        "ones, have no row.",
-    )
-    return "\n".join(
-        [
-            *lines,
-            "",
-            *_moments_text(report.get("moments", ())),
-            *_tail_text(tails(report["layers"])),
-            *(textwrap.fill(note, WIDTH) for note in notes),
-        ]
-    )
-
-
-def _moments_text(moments: Sequence[Mapping[str, Any]]) -> list[str]:
-    rows = []
-    for moment in moments:
-        accuracy = "" if moment["accuracy"] is None else f"accuracy {moment['accuracy']:.2%}, NLL {moment['nll']:.4f}"
-        shape = ""
-        if "ks" in moment:
-            shape = f"near zero {moment['near_zero']:.2f}, KS {moment['ks']:.3f}, dip p {moment['dip_p']:.2f}"
-        rows.append(f" {moment['name']:<6}  {'; '.join(filter(None, (shape, accuracy)))}")
-    return ["kept weights before and after the gates were decided, and at the end:", *rows, ""] if rows else []
-
-
-def _tail_text(tail: Mapping[str, Any] | None) -> list[str]:
-    if tail is None:
-        return []
-    head = (
-        f"Pareto tail of the kept weights, equation 8: k as fitted, then h / std of the layer's weights before pruning "
-        f"with one h = {tail['h']:.3g} for all layers, which the paper predicts."
-    )
-    width = max(map(len, tail["layers"]))
-    rows = [f" {name:<{width}}  {row['k']:8.3g}  {row['predicted']:8.3g}" for name, row in tail["layers"].items()]
-    return [textwrap.fill(head, WIDTH), *rows, ""]
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
-    """Names to the left, numbers to the right."""
-    cells = zip(row, ("part", *COLUMNS), widths, strict=True)
-    aligned = (cell.ljust(width) if key in ("part", "law") else cell.rjust(width) for cell, key, width in cells)
-    return f" {'  '.join(aligned)}".rstrip()
-
-
-def _row(part: str, shape: Mapping[str, Any]) -> list[str]:
-    fits = shape["fits"]
-    best = max(fits, key=lambda law: fits[law]["log_likelihood"]) if fits else None
-    values = {**shape, "law": best and LAWS[best], "law_ks": best and fits[best]["ks"]}
-    return [part, *("–" if values[key] is None else format(values[key], form) for key, (_, form) in COLUMNS.items())]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import dllp
+from dllp.cli import progress
 from dllp.cli.main import main
 from dllp.errors import ConfigError
 from dllp.evaluation import weight_analysis
@@ -78,7 +79,7 @@ def test_weights_that_are_shared_or_computed(granularity: str) -> None:
         )
 
 
-def test_a_hard_cut_is_told_from_a_gaussian() -> None:
+def test_a_hard_cut_is_told_from_a_gaussian(capsys: pytest.CaptureFixture[str]) -> None:
     random = np.random.default_rng(0)
     parts, reference = {}, {}
     for name, scale in (("a", 0.01), ("b", 3.0)):
@@ -103,14 +104,13 @@ def test_a_hard_cut_is_told_from_a_gaussian() -> None:
     assert densities["limit"] == pytest.approx(4 * parts["b"]["kept"].std()), "the wider of both parts"
     assert densities["kept"][50] == 0 < densities["removed"][50], "the bin at zero lost everything"
     assert json.loads(json.dumps(report, allow_nan=False)) == report
-    lines = weight_analysis.text({**report, "reference": "dense"}).splitlines()
-    assert lines[0].split()[:3] == ["weights", "std", "near"] and lines[2] == "whole" and lines[3].startswith(" before")
-    assert lines[-1].endswith("have no row.") and len(lines) > 20 and max(map(len, lines)) <= 80
-    (row,) = (line for line in lines if line.startswith(" a "))
-    assert row.split() == ["a", f"{k['a']:.3g}", f"{tail['layers']['a']['predicted']:.3g}"]
+    progress.show_weights({**report, "reference": "dense"})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["whole"] in lines and lines[-1][-1] == "row."
+    assert ["a", f"{k['a']:.3g}", f"{tail['layers']['a']['predicted']:.3g}"] in lines
 
 
-def test_densities_hold_all_but_the_tails_of_what_a_spike_hides() -> None:
+def test_densities_hold_all_but_the_tails_of_what_a_spike_hides(capsys: pytest.CaptureFixture[str]) -> None:
     """Most weights at zero make the deviation of all of them small; the few kept ones lie beyond it."""
     random = np.random.default_rng(0)
     kept, removed = random.normal(size=500), 1e-6 * random.normal(size=20_000)
@@ -120,28 +120,24 @@ def test_densities_hold_all_but_the_tails_of_what_a_spike_hides() -> None:
     found = report["densities"]["a"]
     inside = np.sum(found["kept"]) * 2 * found["limit"] / len(found["kept"])
     assert inside > 0.99 and np.argmax(found["before"]) == len(found["before"]) // 2
-    lines = weight_analysis.text({**report, "reference": "M_0"}).splitlines()
-    assert any(re.search(r"20,000  [19]\.\d\de-0[67] ", line) for line in lines), "three digits of any size"
+    progress.show_weights({**report, "reference": "M_0"})
+    assert re.search(r"20,000 +[19]\.\d\de-0[67] ", capsys.readouterr().out), "three digits of any size"
 
 
-def test_the_table_of_a_large_network_fits_80_columns_with_every_number() -> None:
+def test_the_table_of_a_large_network_fits_80_columns_with_every_number(capsys: pytest.CaptureFixture[str]) -> None:
     fits = {"generalised_pareto": {"ks": 0.123, "log_likelihood": 2.0}, "amoroso_2": {"ks": 0.4, "log_likelihood": 1.0}}
     numbers = {"count": 25_502_912, "std": 1.0001, "near_zero": 1.03, "kurtosis": -123.45, "ks": 0.004}
     shape = {**numbers, "dip_p": None, "wasserstein": 0.011, "fits": fits}
     parts = {"before": shape, "kept": shape, "removed": {**shape, "fits": {}}}
     name = "layer3.22.conv2"
-    table = weight_analysis.text(
-        {"reference": "M_0", "whole": parts, "layers": {name: {**parts, "kept": None}, "fc": dict.fromkeys(parts)}}
-    )
-    lines = [line.split() for line in table.splitlines()]
-    assert max(map(len, table.splitlines())) <= 80
-    numbers = ["25,502,912", "1.00", "1.03", "-123.45", "0.004", "–", "0.011"]
-    assert lines[2:6] == [
-        ["whole"],
-        *([part, *numbers, "GPD", "0.123"] for part in ("before", "kept")),
-        ["removed", *numbers, "–", "–"],
-    ]
-    assert lines[6] == [name] and lines[8][0] == "removed" and not lines[9], "what has no row has no name"
+    layers = {name: {**parts, "kept": None}, "fc": dict.fromkeys(parts)}
+    progress.show_weights({"reference": "M_0", "whole": parts, "layers": layers})
+    shown = capsys.readouterr().out.splitlines()
+    lines, numbers = [line.split() for line in shown], ["25,502,912", "1.00", "1.03", "-123.45", "0.004", "–", "0.011"]
+    before, kept = ([part, *numbers, "GPD", "0.123"] for part in ("before", "kept"))
+    removed = ["removed", *numbers, "–", "–"]
+    assert [line for line in lines if "25,502,912" in line] == [before, kept, removed, before, removed]
+    assert max(map(len, shown)) <= 80 and ["fc"] not in lines, "what has no row has no name"
 
 
 def test_a_particle_that_is_not_there() -> None:
@@ -154,7 +150,7 @@ def test_the_command_reads_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFi
     short = ["--particles", "1", "--epochs", "1", "--keep-params", "0.5", "--granularity", "weight", "--quiet"]
     assert main(["prune", "--out", str(out), *short]) == 0
     assert main(["analyze", str(out), "--json", str(target)]) == 0
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     assert "near zero" in shown and "kept weights before and after the gates were decided, and at the end" in shown
     report = json.loads(target.read_text())
     assert report["reference"] == "dense" and report["layers"]["conv2"]["kept"]["count"] > 0
