@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,25 @@ from dllp.devices.mesh import Place
 from dllp.devices.ranks import Ranks
 from dllp.errors import ConfigError, NumericsError, StructureError
 from dllp.posterior import Posterior, posterior_of
-from dllp.prepare import Data, Source, check_parts, evaluation_batches, make_gating, make_teacher, prepare
+from dllp.prepare import (
+    Data,
+    Source,
+    check_parts,
+    evaluation_batches,
+    has_learned,
+    held_out,
+    make_gating,
+    make_teacher,
+    prepare,
+    settled,
+)
 from dllp.records import ExtractedParticle, Size
 from dllp.runs import result as stored
 from dllp.runs.checkpoints import Checkpoints, State
-from dllp.runs.folder import new_folder
+from dllp.runs.folder import DENSE_FILE, new_folder
+from dllp.runs.tensors import write_network
 from dllp.structure.groups import WEIGHTS_INSTEAD, FilterFn, Structure
+from dllp.structure.slicing import copied
 from dllp.structure.trace import check_network
 from dllp.training import health
 from dllp.training.extract import costs, extract
@@ -36,6 +50,11 @@ from dllp.training.snapshot import begin_snapshot, changing, restore, snapshot, 
 from dllp.training.state import RunState
 from dllp.training.teacher import Teacher
 from dllp.training.trainer import OnEpoch, OnStep, train
+
+if TYPE_CHECKING:  # rooms above
+    from dllp.deploy.export import Exported
+    from dllp.deploy.speed import Timed
+    from dllp.evaluation.evaluate import Evaluation
 
 ROLLBACKS = 3
 """How often a run may go back to its last checkpoint with half the learning rate."""
@@ -55,6 +74,8 @@ class Result:
         widths: Kept and original channels (or weights) of each group, for each particle.
         whole: Groups that were kept whole, and why.
         info: Versions and hardware of the run, and whatever a caller adds.
+        shape: Of one input, without the batch.
+        original: The network as it was handed over, where it had learned its task; a comparison.
     """
 
     config: Config
@@ -67,6 +88,8 @@ class Result:
     widths: dict[str, list[int]]
     whole: dict[str, str] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
+    shape: tuple[int, ...] = ()
+    original: nn.Module | None = None
 
     @property
     def slabs(self) -> list[ExtractedParticle]:
@@ -88,11 +111,56 @@ class Result:
         sizes = [vars(size) for size in self.sizes]
         return notebook.summary(self.config, vars(self.dense), sizes, self.widths, self.history)
 
-    def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the run into a new or empty folder, whole or not at all; `overwrite` replaces a run. Returns it."""
+    def __repr__(self) -> str:
+        """A few lines: the cost of each network, the last losses, and what can be done next."""
+        sizes = [vars(size) for size in self.sizes]
+        return notebook.lines(self.config, vars(self.dense), sizes, self.history)
+
+    def evaluate(
+        self, data: Data, *, corrupt: str | Iterable[str] = (), ood: str | Iterable[str] | Mapping[str, Any] = (),
+        device: str = "auto",
+    ) -> Evaluation:  # fmt: skip
+        """Measure every network, and the ensemble, on labelled data.
+
+        Args:
+            data: As for :func:`prune`; of a data set its test split.
+            corrupt: Corruptions of uint8 images, such as `gaussian-blur:1,2`, `sharpen` or `noise:0.1`.
+            ood: Out-of-distribution inputs: `noise`, a data set's name or folder, or inputs by name.
+            device: Where the networks run.
+        """
+        return _above("evaluate")(self, data, corrupt=corrupt, ood=ood, device=device)
+
+    def export(self, path: str | Path, **options: Any) -> Exported:
+        """Write the first particle as an ONNX or pt2 file, checked against PyTorch; options of `dllp.export.export`."""
+        return _above("export")(self, path, **options)
+
+    def speed(self, *, batches: Iterable[int] = (1, 64), seconds: float = 1.0, particle: int = 0) -> Timed:
+        """Time the dense against the pruned network in PyTorch and onnxruntime, `seconds` for each setting."""
+        return _above("speed")(self, batches=tuple(batches), seconds=seconds, particle=particle)
+
+    def report(self, path: str | Path, data: Data | None = None) -> Path:
+        """Write one self-contained HTML page, with an evaluation on `data` where it is given. Returns its path."""
+        return _above("show")(self, path, data)
+
+    def save(
+        self, folder: str | Path, *, overwrite: bool = False, model: str | None = None, data: str | None = None
+    ) -> Path:
+        """Write the run into a new or empty folder, whole or not at all. Returns it.
+
+        Args:
+            folder: Every command of `dllp` reads it, :func:`load` too.
+            overwrite: Replace the run that it holds.
+            model: `package.module:factory`, where a fresh instance of the original network can be made: commands then
+                need no `--model`.
+            data: Name or folder of the run's data, for commands that need it.
+        """
         folder = Path(folder)
         with new_folder(folder, overwrite) as temporary:
             self.write_networks(temporary)
+            if self.original is not None:
+                write_network(temporary / DENSE_FILE, self.original)
+            if model is not None:
+                stored.write_settings(temporary, self.config, model, data)
             self.write_run(temporary)
         return folder
 
@@ -104,6 +172,11 @@ class Result:
         """run.json, the last file: where it is, a run is finished."""
         rest = {name: getattr(self, name) for name in ("widths", "whole", "history", "info")}
         stored.write_run(folder, self.config, self.particles, self.dense, self.sizes, **rest)
+
+
+def _above(verb: str) -> Any:
+    """A function of :mod:`dllp.verbs`, which brings together rooms that import this one: found when it is called."""
+    return getattr(import_module("dllp.verbs"), verb)
 
 
 @undisturbed()
@@ -129,7 +202,8 @@ def prune(
     checkpoints: Checkpoints | None = None,
     ranks: Ranks | None = None,
     teacher: nn.Module | None = None,
-    validation: Data | None = None,
+    validation: Data | float | None = None,
+    progress: bool = True,
 ) -> Result:
     """Prune a network by DLLP in one training run; `model` itself is left as it was.
 
@@ -147,34 +221,41 @@ def prune(
         ranks: The processes that share the run, from :func:`dllp.devices.ranks.joined`: all call this, with the same
             arguments, and all get the same result; `config.parallel` says what they share.
         teacher: A network with the same outputs that teaches in place of `model` where `config.teacher` is `given`.
-        validation: Data to measure on just before the gates are decided, just after, and at the end
-            (`result.info["moments"]`); no step sees it. By default a data set's own test set, where it is in memory.
+        validation: Data to measure on at the end of each epoch, or the fraction (or number) of training examples to
+            hold out for it; no step learns from it, and the last epoch stays the result. Without it a data set's own
+            test set is looked at where the gates are decided and at the end only (`result.info["moments"]`).
+        progress: Show how far the run is, on a terminal and in notebooks.
     """
-    config, ranks = new_config(config, checkpoints), ranks or Ranks()
-    if config.prior != SPIKE_AND_SLAB and config.budget[1] is None and not config.sparsity:
-        raise ConfigError(f"prior = {config.prior} closes no gate by itself: give keep_flops, keep_params or sparsity")
+    chosen, ranks = _checked(config, checkpoints), ranks or Ranks()
+    if chosen.prior != SPIKE_AND_SLAB and chosen.budget[1] is None and not chosen.sparsity:
+        raise ConfigError(f"prior = {chosen.prior} closes no gate by itself: give keep_flops, keep_params or sparsity")
     if isinstance(data, str | os.PathLike):
         data = load_data(os.fsdecode(data))
-    channels = config.granularity == "channel"
+    if isinstance(validation, int | float):
+        data, validation = held_out(data, validation, chosen.seed)
+    channels = chosen.granularity == "channel"
     batches, example, structure = ranks.together(
-        lambda: prepare(model, data, config, filter_fn, ranks, channels=channels)
+        lambda: prepare(model, data, chosen, filter_fn, ranks, channels=channels)
     )
     if channels:
         check_groups(structure)
-    place = _placed(ranks, config, batches, model, example)
-    master = make_teacher(model, teacher, config, batches.device, example)
+    full, learned = _settled(model, batches, chosen, structure, teacher, ranks)
+    place = _placed(ranks, full, batches, model, example)
+    master = make_teacher(model, teacher, full, batches.device, example)
+    validates = validation is not None
     if validation is None and isinstance(data, Dataset) and isinstance(data.test, ArrayData):
         validation = data.test
     measured = None if validation is None else evaluation_batches(validation, batches.device, example)
 
     def build(place: Place) -> RunState:
-        particles = Particles.start(model, config, batches.device, place.own)
-        gating = make_gating(model, structure, particles, config, filter_fn)
-        state = _start(particles, gating, config, batches, place, master)
-        state.validation = measured
+        particles = Particles.start(model, full, batches.device, place.own)
+        gating = make_gating(model, structure, particles, full, filter_fn)
+        state = _start(particles, gating, full, batches, place, master)
+        state.validation, state.validates = measured, validates
         return state
 
-    return collect(_train(build, place, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
+    state = _train(build, place, batches, checkpoints, on_epoch, on_step, on_start, progress)
+    return collect(state, structure, example, model if learned else None)
 
 
 @undisturbed()
@@ -189,28 +270,61 @@ def train_dense(
     checkpoints: Checkpoints | None = None,
     ranks: Ranks | None = None,
     teacher: nn.Module | None = None,
+    validation: Data | float | None = None,
+    progress: bool = True,
 ) -> Result:
     """Train the unpruned network with the same settings, without gates, prior and Stein term: the baseline."""
-    config, ranks = new_config(config, checkpoints), ranks or Ranks()
-    batches, example, structure = ranks.together(lambda: prepare(model, data, config, None, ranks, channels=False))
-    place = _placed(ranks, config, batches, model, example)
-    master = make_teacher(model, teacher, config, batches.device, example)
+    chosen, ranks = _checked(config, checkpoints), ranks or Ranks()
+    if isinstance(validation, int | float):
+        data, validation = held_out(data, validation, chosen.seed)
+    batches, example, structure = ranks.together(lambda: prepare(model, data, chosen, None, ranks, channels=False))
+    full, _ = _settled(model, batches, chosen, structure, teacher, ranks)
+    place = _placed(ranks, full, batches, model, example)
+    master = make_teacher(model, teacher, full, batches.device, example)
+    measured = None if validation is None else evaluation_batches(validation, batches.device, example)
 
     def build(place: Place) -> RunState:
-        return _start(Particles.start(model, config, batches.device, place.own), None, config, batches, place, master)
+        state = _start(Particles.start(model, full, batches.device, place.own), None, full, batches, place, master)
+        state.validation, state.validates = measured, measured is not None
+        return state
 
-    return collect(_train(build, place, batches, checkpoints, on_epoch, on_step, on_start), structure, example)
+    return collect(
+        _train(build, place, batches, checkpoints, on_epoch, on_step, on_start, progress), structure, example
+    )
 
 
-def new_config(config: Config | None, checkpoints: object) -> Config:
-    """The configuration of a new run, every default filled in."""
+def _checked(config: Config | None, checkpoints: object) -> Config:
+    """The configuration of a new run."""
     if isinstance(checkpoints, str | Path):
         raise ConfigError(f"checkpoints = {str(checkpoints)!r}: give dllp.checkpoints.Checkpoints(folder)")
     if config is not None and not isinstance(config, Config):
         raise ConfigError(f"config is a {type(config).__name__}: give a dllp.Config, such as Config(keep_flops=0.45)")
     config = config or Config()
     config.check_new()
-    return config.resolved()
+    return config
+
+
+def new_config(config: Config | None) -> Config:
+    """The configuration of a loop of one's own, which knows neither data nor start: the long schedule's defaults."""
+    return _checked(config, None).resolved()
+
+
+def settle(model: nn.Module, data: Data, config: Config) -> Config:
+    """The configuration that :func:`prune` would work with: every default filled in, by the network and the data."""
+    config = _checked(config, None)
+    channels = config.granularity == "channel"
+    batches, _, structure = prepare(model, data, replace(config, device="cpu"), None, channels=channels)
+    return settled(batches, config, structure, has_learned(model, batches, config))
+
+
+def _settled(
+    model: nn.Module, batches: Source, config: Config, structure: Structure, teacher: nn.Module | None, ranks: Ranks
+) -> tuple[Config, bool]:
+    """The configuration with every default filled in, and whether the network knows its task; all processes agree."""
+    if teacher is not None and config.teacher is None:
+        config = replace(config, teacher="given")
+    learned = ranks.world.broadcast_object(ranks.together(lambda: has_learned(model, batches, config)))
+    return settled(batches, config, structure, learned), learned
 
 
 def check_groups(structure: Structure) -> None:
@@ -264,9 +378,10 @@ def _train(
     on_epoch: OnEpoch | None,
     on_step: OnStep | None,
     on_start: OnStep | None,
+    progress: bool,
 ) -> RunState:
     """Run to the end, from the newest checkpoint on; after a broken number roll back to it, if that is wanted."""
-    live = notebook.Live() if notebook.in_notebook() else None
+    live = notebook.display() if progress and place.first else None
 
     def after_step(state: RunState) -> None:
         if live is not None:
@@ -323,7 +438,7 @@ def healthy_snapshot(state: RunState) -> Callable[[], State]:
     return begin_snapshot(state, found)
 
 
-def collect(state: RunState, structure: Structure, example: Tensor) -> Result:
+def collect(state: RunState, structure: Structure, example: Tensor, original: nn.Module | None = None) -> Result:
     """Extract every particle of a finished run and count what it costs."""
     extracted = extract(state.particles, state.gating, state.latents.keep, example)
     latents = state.latents
@@ -350,8 +465,13 @@ def collect(state: RunState, structure: Structure, example: Tensor) -> Result:
         },
         widths=widths,
         whole=dict(structure.whole if gating is None else gating.whole),
-        info=environment(state.particles.device) | _log_prior(state) | {"moments": [asdict(m) for m in state.moments]},
-    )
+        info=environment(state.particles.device) | _log_prior(state) | {
+            "moments": [asdict(m) for m in state.moments],
+            "data": {"shape": list(example.shape[1:])},
+        },
+        shape=tuple(example.shape[1:]),
+        original=None if original is None else copied(original).cpu().eval(),
+    )  # fmt: skip
 
 
 def _log_prior(state: RunState) -> dict[str, Any]:

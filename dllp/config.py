@@ -1,7 +1,8 @@
 """The configuration of a run in five groups, with flat names: the one place where a default stands.
 
-Section numbers refer to docs/method. ``None`` means "by granularity", of `likelihood` "by task", and
-:meth:`Config.resolved` fills it in; of `keep_flops` and `keep_params` it means no budget.
+Section numbers refer to docs/method. ``None`` means "by granularity", of `likelihood` "by task", of the schedule and
+its rates "by what the network has learned and by the batches", and :meth:`Config.resolved` fills it in; of `keep_flops`
+and `keep_params` it means no budget.
 """
 
 from __future__ import annotations
@@ -82,6 +83,14 @@ def _changeable(default: Any) -> Any:
     return field(default=default, metadata={"changeable": True})
 
 
+OPEN = (
+    "round_to", "epochs", "open_until", "ramp_until", "discrete_at", "teacher", "batch_size", "lr", "lr_end", "warmup",
+    "lr_gates",
+)  # fmt: skip
+"""Fields that wait for network and data: None until :meth:`Config.resolved`, whose readers find the annotated type."""
+WAITS: Any = None
+
+
 @dataclass(frozen=True)
 class Budget:
     """The units to remove, and how many of them.
@@ -91,7 +100,8 @@ class Budget:
             `keep_params` the prior and `sparsity` decide (natural sparsity).
         keep_params: Fraction of the parameters to keep, in (0, 1]; give one of the two.
         granularity: `channel` cuts whole channels; `weight` zeroes single weights.
-        round_to: A layer keeps a multiple of this many channels, or all that it has (8 suits most accelerators).
+        round_to: A layer keeps a multiple of this many channels, or all that it has. By default 8, which most runtimes
+            are made for, where all layers are wide enough, and 1 elsewhere.
         gate_linear: With `weight`: gate the weights of linear layers too.
         sparsity: Without a budget: strength of the hyperprior -sparsity * cost/dense on the gates.
     """
@@ -99,7 +109,7 @@ class Budget:
     keep_flops: Share | None = None
     keep_params: Share | None = None
     granularity: Granularity = "channel"
-    round_to: Count = 1
+    round_to: Count = WAITS
     gate_linear: bool = False
     sparsity: NotNegative | None = None
 
@@ -109,7 +119,7 @@ class Prior:
     """The probabilistic model: particles, likelihood, prior, and the weight of the Stein term.
 
     Args:
-        particles: Number of networks n; 1 is a MAP estimate, 2 the paper's twin.
+        particles: Number of networks n; 1 is a MAP estimate, two or more tell how sure they are.
         task: `classification` (cross-entropy, of one label for each example, token or pixel), `binary` (one or several
             yes-or-no outputs) or `regression` (squared error).
         noise: `constant` learns one noise level 1/d^2 for each network, `input` one for each input, 1/d(x)^2: the
@@ -128,7 +138,7 @@ class Prior:
             they hold `slab` and end at `epsilon`.
     """
 
-    particles: Annotated[int, Rule(lambda v: 1 <= v <= 4096, "at least 1 is needed, and at most 4096")] = 2
+    particles: Annotated[int, Rule(lambda v: 1 <= v <= 4096, "at least 1 is needed, and at most 4096")] = 1
     task: Literal["classification", "binary", "regression"] = "classification"
     noise: Literal["constant", "input"] = "constant"
     likelihood: Literal["categorical", "gaussian"] | None = None
@@ -146,6 +156,9 @@ class Prior:
 class Schedule:
     """The course of a run: its length, its phases, and its gates on the way from open to decided.
 
+    What is not given follows the start: a trained network gets 30 epochs with itself as teacher, gates that move early,
+    and most of the run to repair the cut (:func:`trained_schedule`); any other 60 epochs (:data:`LONG`).
+
     Args:
         epochs: Passes over the training data, in one run; those after `discrete_at` train the cut network.
         open_until, ramp_until, discrete_at: Progress in [0, 1] at which gates start to close, the budget
@@ -161,12 +174,12 @@ class Schedule:
             gates are discrete (0: run all epochs).
     """
 
-    epochs: Count = 60
-    open_until: float = 0.05
-    ramp_until: float = 0.35
-    discrete_at: float = 0.5
+    epochs: Count = WAITS
+    open_until: float = WAITS
+    ramp_until: float = WAITS
+    discrete_at: float = WAITS
     draw_gates: bool | None = None
-    teacher: Literal["off", "given", "posterior"] = "off"
+    teacher: Literal["off", "given", "posterior"] = WAITS
     teacher_weight: BelowOne = 0.5
     teacher_temperature: Positive = 2.0
     teacher_from: BelowOne = 0.0
@@ -181,12 +194,13 @@ class Optimizer:
         seed: Fixes initialisation, data order and gate noise.
         init: `given` starts every particle at the network's own weights (jittered beyond the first),
             `fresh` re-initialises each independently.
-        batch_size: Examples in a step; ignored where the data is a DataLoader.
+        batch_size: Examples in a step, by default 64 of fewer than 10,000 and 512 of more; a DataLoader has its own.
         accumulate: Parts of a batch that are computed one after the other, to save memory; their gradients add up to
             that of the whole batch. Batch norm sees one part at a time.
         sync_batch_norm: Batch norms see the whole batch where processes share it; otherwise each its own shard.
         optimizer: `sgd` with Nesterov momentum, or `adamw`, equation 15 divided by Adam's second moment.
         lr: Peak learning rate; `lr_end` closes the cosine, after `warmup` epochs of linear rise, half the run at most.
+            By default 0.1 to 0.001; for a trained network it follows the batch.
         momentum: Nesterov momentum; Adam's first inertia.
         weight_decay: Shrinkage of whatever the prior does not shrink; of `adamw` apart from the gradient.
         lr_gates: Adam's rate for gate logits.
@@ -195,16 +209,16 @@ class Optimizer:
 
     seed: int = 0
     init: Literal["given", "fresh"] = "given"
-    batch_size: Count = 512
+    batch_size: Count = WAITS
     accumulate: Count = 1
     sync_batch_norm: bool = False
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    lr: Positive = 0.1
-    lr_end: NotNegative = 0.001
-    warmup: NotNegative = 2.0
+    lr: Positive = WAITS
+    lr_end: NotNegative = WAITS
+    warmup: NotNegative = WAITS
     momentum: BelowOne = 0.9
     weight_decay: NotNegative | None = None
-    lr_gates: Positive = 0.02
+    lr_gates: Positive = WAITS
     on_nan: Literal["stop", "rollback"] = _changeable("stop")
 
 
@@ -232,6 +246,48 @@ class Machine:
     parallel: Literal["data", "particles", "both"] = _changeable("data")
 
 
+BATCH = 512
+"""Examples in a step of a large data set."""
+SMALL, SMALL_BATCH = 10_000, 64
+"""Fewer training examples than this are taken in batches of so many."""
+LONG: dict[str, Any] = dict(
+    epochs=60, open_until=0.05, ramp_until=0.35, discrete_at=0.5, teacher="off", lr=0.1, lr_end=0.001, warmup=2.0,
+    lr_gates=0.02,
+)  # fmt: skip
+"""The schedule of a network that learns its task in the run."""
+TRAINED_LR = 0.1
+"""Peak rate of a trained network in batches of 512 and 30 epochs."""
+TRAINED_EPOCHS = 30
+
+
+def usual_batch(examples: int) -> int:
+    """Examples in a step where nobody chose."""
+    return SMALL_BATCH if examples < SMALL else BATCH
+
+
+def trained_schedule(granularity: str, batch_size: int, epochs: int) -> dict[str, Any]:
+    """The schedule of a trained network, for 5 to 60 epochs.
+
+    Rates are larger in large batches and in short runs, by square roots (results/tuning, "Rates for trained starts").
+    """
+    lr = TRAINED_LR * math.sqrt(batch_size / BATCH * TRAINED_EPOCHS / max(epochs, 5))
+    shared: dict[str, Any] = dict(epochs=epochs, teacher="given", lr=lr, lr_end=lr / 100, warmup=1.0, open_until=0.02)
+    if granularity == "weight":
+        return shared | dict(ramp_until=0.3, discrete_at=0.4, lr_gates=0.02)
+    return shared | dict(ramp_until=0.25, discrete_at=0.3, lr_gates=0.05)
+
+
+def _in_order(config: Config, values: dict[str, Any]) -> dict[str, Any]:
+    """Defaults of the phases that do not contradict those that were chosen: open before ramp before discrete."""
+    names = ("open_until", "ramp_until", "discrete_at")
+    for i, name in enumerate(names):
+        if name in values:
+            before = [v for other in names[:i] if (v := getattr(config, other)) is not None]
+            after = [v for other in names[i + 1 :] if (v := getattr(config, other)) is not None]
+            values[name] = min(max([values[name], *before]), *after, 1.0)
+    return values
+
+
 @_names_checked
 @dataclass(frozen=True)
 class Config(Machine, Optimizer, Schedule, Prior, Budget):
@@ -240,9 +296,11 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
     """
 
     def __post_init__(self) -> None:
-        rules = _rules_of(type(self))
+        rules, unresolved = _rules_of(type(self)), self.unresolved
         for name, hint in types_of(type(self)).items():
             value = getattr(self, name)
+            if name in unresolved:
+                continue
             if not fits(value, hint):
                 raise ConfigError(f"{name} = {value!r}: {in_words(hint)} is needed")
             if value is not None and name in rules and not rules[name].holds(value):
@@ -251,13 +309,14 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
                 raise ConfigError(f"{name} = {value}: a finite number that float32, or 64 bits, can hold is needed")
         if self.keep_flops is not None and self.keep_params is not None:
             raise ConfigError("keep_flops and keep_params are both given: choose one budget")
-        if self.accumulate > self.batch_size:
+        if "batch_size" not in unresolved and self.accumulate > self.batch_size:
             raise ConfigError(f"accumulate ({self.accumulate}) must not exceed batch_size ({self.batch_size})")
         if self.teacher == "posterior" and self.task == "regression":
             raise ConfigError("teacher = posterior is for classification: use given, or leave it out")
         if self.epsilon is not None and self.epsilon <= self.slab:
             raise ConfigError(f"epsilon = {self.epsilon} must exceed slab = {self.slab}: the spike is the narrow part")
-        if not 0 <= self.open_until <= self.ramp_until <= self.discrete_at <= 1:
+        phases = [p for p in (self.open_until, self.ramp_until, self.discrete_at) if p is not None]
+        if not phases == sorted(phases) or not all(0 <= p <= 1 for p in phases):
             raise ConfigError("the schedule must satisfy 0 <= open_until <= ramp_until <= discrete_at <= 1")
         if isinstance(self.bandwidth, (int, float)) and not 0 < self.bandwidth < math.inf:
             raise ConfigError(f"bandwidth = {self.bandwidth}: a positive number, median or paper is needed")
@@ -295,23 +354,40 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
         """Outputs that a network needs for so many classes or targets."""
         return wanted + (self.noise == "input")
 
-    def resolved(self) -> Config:
-        """The same configuration with every `None` that depends on task or granularity filled in."""
+    @property
+    def unresolved(self) -> frozenset[str]:
+        """Names of the fields of :data:`OPEN` that are not filled in."""
+        return frozenset(name for name in OPEN if getattr(self, name) is None)
+
+    def resolved(self, *, trained: bool = False, batch_size: int = BATCH) -> Config:
+        """The same configuration with every `None` filled in that stands for a default.
+
+        Args:
+            trained: The network has learned its task already, and starts as it is given.
+            batch_size: Examples in a step, where the configuration does not say it.
+        """
         channel = self.granularity == "channel"
         epsilon = self._spike
         low, high = (0.3, 30.0) if channel else (1.0, 200.0)
         # around a slab that was chosen, and never beyond the spike: the slab is the wide part
         bounds = min(low, self.slab), min(max(high, self.slab), epsilon)
-        decay = 0.01 if self.optimizer == "adamw" else 5e-4 if channel else 1e-4
-        return replace(
-            self,
-            likelihood=self.likelihood or ("gaussian" if self.task == "regression" else "categorical"),
-            epsilon=epsilon,
-            slab_bounds=self.slab_bounds or bounds,
-            weight_decay=decay if self.weight_decay is None else self.weight_decay,
-            sparsity=(1.0 if channel else 0.0) if self.sparsity is None else self.sparsity,
-            draw_gates=channel if self.draw_gates is None else self.draw_gates,
-        )
+        batch_size = self.batch_size or batch_size
+        epochs = self.epochs or TRAINED_EPOCHS
+        decay = 0.01 if self.optimizer == "adamw" else 5e-4 if channel else 1e-3 if trained else 1e-4
+        usual = (trained_schedule(self.granularity, batch_size, epochs) if trained else LONG) | {
+            "batch_size": batch_size,
+            "round_to": 1,
+            "likelihood": "gaussian" if self.task == "regression" else "categorical",
+            "epsilon": epsilon,
+            "slab_bounds": bounds,
+            "weight_decay": decay,
+            "sparsity": 1.0 if channel else 0.0,
+            "draw_gates": channel,
+        }
+        if trained and self.lr is not None:
+            usual["lr_end"] = self.lr / 100
+        values = {name: value for name, value in usual.items() if getattr(self, name) is None}
+        return replace(self, **_in_order(self, values))
 
     @classmethod
     def paper(cls, **changes: Any) -> Config:
@@ -320,20 +396,25 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
         """
         preset: dict[str, Any] = dict(
             granularity="weight", draw_gates=True, blocks="all", bandwidth="paper", likelihood="gaussian", beta=0.1,
-            init="fresh", lr=0.1, lr_end=0.001, batch_size=512, epochs=60, discrete_at=1.0,
+            particles=2, init="fresh", lr=0.1, lr_end=0.001, batch_size=512, epochs=60, discrete_at=1.0,
         )  # fmt: skip
         return cls(**{**preset, **changes})
 
     @classmethod
     def short(cls, **changes: Any) -> Config:
-        """5 to 60 epochs from trained weights, taught by them: gates move early, most of the run repairs the cut."""
-        preset: dict[str, Any] = dict(
-            epochs=30, init="given", lr=0.1, lr_end=0.001, warmup=1.0, lr_gates=0.05, open_until=0.02,
-            ramp_until=0.25, discrete_at=0.3, teacher="given",
-        )  # fmt: skip
+        """The schedule for trained networks, whatever the network knows: 5 to 60 epochs, taught by its own weights.
+
+        :func:`dllp.prune` chooses it by itself for a network that has learned its task.
+        """
+        granularity, epochs = changes.get("granularity", "channel"), changes.get("epochs") or TRAINED_EPOCHS
+        preset = trained_schedule(granularity, changes.get("batch_size") or BATCH, epochs)
+        if not changes.get("batch_size"):  # rates wait for the batches
+            preset = {name: value for name, value in preset.items() if name not in ("lr", "lr_end")}
+        elif changes.get("lr"):
+            preset["lr_end"] = changes["lr"] / 100
         if changes.get("granularity") == "weight":
-            preset |= dict(ramp_until=0.3, discrete_at=0.4, lr_gates=0.02, weight_decay=1e-3)
-        return cls(**{**preset, **changes})
+            preset["weight_decay"] = 1e-3
+        return cls(**{"init": "given", **preset, **changes})
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values only, ready for JSON or YAML."""

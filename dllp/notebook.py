@@ -1,12 +1,13 @@
-"""Display in notebooks: the progress of a run, and its result as a small page.
+"""Display of a run where it was started from Python: its progress, and its result as text or as a small page.
 
-Nothing is shown anywhere else. IPython is looked for among the modules that are loaded already, and never imported
-before: a script does not pay for it.
+A terminal has one line that is written over, a notebook a bar; files and pipes have nothing. IPython is looked for
+among the modules that are loaded already, and never imported before: a script does not pay for it.
 """
 
 from __future__ import annotations
 
 import html
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -28,14 +29,18 @@ def in_notebook() -> bool:
     return type(shell).__name__ == "ZMQInteractiveShell"
 
 
+def display() -> Live | None:
+    """What follows a training here: a bar in a notebook, a line on a terminal, or nothing."""
+    if in_notebook():
+        return Bar()
+    return Live() if sys.stderr is not None and sys.stderr.isatty() else None
+
+
 class Live:
-    """A bar that follows one training, with a line of numbers."""
+    """A line on a terminal that follows one training, written over again and again."""
 
     def __init__(self) -> None:
-        from IPython.display import HTML, display
-
-        self.html, self.began, self.shown, self.first = HTML, time.monotonic(), 0.0, 0
-        self.handle: Any = display(HTML(self._markup(0, 1, "starting")), display_id=True)
+        self.began, self.shown, self.first = time.monotonic(), 0.0, 0
 
     def step(self, done: int, total: int, config: Config, last: EpochRecord | None) -> None:
         """After each step, of which `done` of `total` are taken; `last` is the record of the last whole epoch."""
@@ -51,10 +56,54 @@ class Live:
             target = config.budget[1]
             goal = f" (target {target:g})" if target is not None else ""
             parts += [f"loss {fmean(last.loss):.4f}", f"cost {fmean(last.cost):.3f}{goal}"]
-        self.handle.update(self.html(self._markup(done, total, " · ".join(parts))))
+            if last.validation_accuracy:
+                parts.append(f"validation {100 * fmean(last.validation_accuracy):.2f}%")
+        self.show(done, total, " · ".join(parts))
+
+    def show(self, done: int, total: int, text: str) -> None:
+        """Write over the line; it stays when the last step is done."""
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r\033[K{text[:width]}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+
+class Bar(Live):
+    """A bar in a notebook, with the same numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from IPython.display import HTML, display
+
+        self.html = HTML
+        self.handle: Any = display(HTML(self._markup(0, 1, "starting")), display_id=True)
+
+    def show(self, done: int, total: int, text: str) -> None:
+        self.handle.update(self.html(self._markup(done, total, text)))
 
     def _markup(self, done: int, total: int, text: str) -> str:
         return f'<progress value="{done}" max="{total}" style="vertical-align:middle"></progress> {html.escape(text)}'
+
+
+def lines(
+    config: Config, dense: Mapping[str, Any], sizes: Sequence[Mapping[str, Any]], history: Sequence[Mapping[str, Any]]
+) -> str:
+    """A result as a few lines of text."""
+    n = len(sizes)
+    shares = [f"{_share(size, dense, 'macs')} of the FLOPs, {_share(size, dense, 'params')} of the parameters"
+              for size in sizes]  # fmt: skip
+    counted, keep = config.budget
+    budget = f" (budget: {100 * keep:g}% of the {'parameters' if counted == 'params' else 'FLOPs'})" if keep else ""
+    found = [f"dllp.Result: {n} pruned network{'s' * (n > 1)}{budget}"]
+    found += [f"  particle {i + 1}: {share}" for i, share in enumerate(shares[:4])] + ["  ..."] * (n > 4)
+    if history and history[-1].get("loss"):
+        last = history[-1]
+        text = f"  {len(history)} epochs, training loss {fmean(last['loss']):.4f}"
+        if last.get("validation_accuracy"):
+            text += f", validation accuracy {100 * fmean(last['validation_accuracy']):.2f}%"
+        found.append(text)
+    found.append(
+        "next: .evaluate(test_data), .speed(), .export('network.onnx'), .report('report.html'), .save('folder')"
+    )
+    return "\n".join(found)
 
 
 def summary(

@@ -6,13 +6,15 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from dllp.config import Config
+from dllp.config import Config, usual_batch
 from dllp.data import (
     ArrayData,
     Batches,
@@ -22,6 +24,7 @@ from dllp.data import (
     StreamedData,
     check_labels,
     from_pair,
+    holdout,
     load,
     validate,
 )  # fmt: skip
@@ -31,6 +34,7 @@ from dllp.devices.mesh import Place
 from dllp.devices.ranks import Ranks
 from dllp.errors import ConfigError, DataError, StructureError, first_line
 from dllp.structure.groups import Structure, discover
+from dllp.structure.select import select
 from dllp.structure.slicing import copied
 from dllp.structure.trace import check_network, isolated, misfit
 from dllp.training.gating import ChannelGating, FilterFn, WeightGating
@@ -58,6 +62,57 @@ def prepare(
         batches.integers, example = False, example.float()
     check_targets(model, batches, config, example, targets)
     return batches, example, discover(model, example, filter_fn=filter_fn, channels=channels)
+
+
+LOOKED_AT = 256
+"""Training examples by which a network's start is judged."""
+BETTER = 0.9
+"""Share of the loss of a constant answer below which a network has learned something."""
+MULTIPLE, NARROWEST = 8, 16
+"""Multiples of channels that runtimes are made for, and the narrowest layer that is cut in them."""
+
+
+def settled(batches: Source, config: Config, structure: Structure, learned: bool) -> Config:
+    """The configuration with every default filled in, by the batches' size and by what the network has learned."""
+    size = config.batch_size or batches.num_examples // batches.steps
+    if isinstance(batches, LoaderBatches):
+        size = batches.loader.batch_size or size
+    if learned and config.round_to is None and config.granularity == "channel":
+        config = replace(config, round_to=suited_multiple(structure, config))
+    return config.resolved(trained=learned, batch_size=size)
+
+
+def has_learned(model: nn.Module, batches: Source, config: Config) -> bool:
+    """True where a run starts from a network that answers training examples clearly better than a constant does."""
+    if config.init != "given" or config.task == "binary":
+        return False
+    outputs, targets = [], []
+    for x, y in batches.epoch(0):
+        outputs.append(_outputs(model, x[:LOOKED_AT].cpu(), training=False).float().flatten(1).cpu())
+        targets.append(y[:LOOKED_AT].cpu())
+        if sum(map(len, targets)) >= LOOKED_AT:
+            break
+    answers, y = torch.cat(outputs), torch.cat(targets)
+    if config.noise == "input":
+        answers = answers[:, :-1]
+    if config.task == "regression":
+        y = y.flatten(1)
+        found, constant = (answers - y).square().mean(), (y - y.mean(0)).square().mean()
+    else:
+        frequency = y.bincount() / len(y)
+        found, constant = F.cross_entropy(answers, y), torch.special.entr(frequency).sum()
+    return bool(found < BETTER * constant)
+
+
+def suited_multiple(structure: Structure, config: Config) -> int:
+    """Channels whose multiples a run keeps where nobody chose: :data:`MULTIPLE` in a network that is wide enough."""
+    counted, keep = config.budget
+    try:
+        cost = structure.params if counted == "params" else structure.flops
+        select(structure, torch.zeros(structure.units), cost=cost, keep=keep, round_to=MULTIPLE)
+    except StructureError:  # so few channels cannot be reached in these steps
+        return 1
+    return MULTIPLE if all(group.units >= NARROWEST for group in structure.groups) else 1
 
 
 def _takes(model: nn.Module, example: Tensor) -> bool:
@@ -94,7 +149,7 @@ def as_batches(data: Data, config: Config, device: torch.device) -> Source:
     if isinstance(data, Dataset):
         data = data.train
     if isinstance(data, StreamedData):
-        return StreamBatches(data, config.batch_size, config.seed, device, channels_last)
+        return StreamBatches(data, config.batch_size or usual_batch(len(data)), config.seed, device, channels_last)
     if isinstance(data, tuple):
         if len(data) != 2:
             raise DataError(f"data is a tuple of {len(data)}: give (inputs, labels)")
@@ -102,18 +157,47 @@ def as_batches(data: Data, config: Config, device: torch.device) -> Source:
     if not isinstance(data, ArrayData):
         raise DataError(f"data of type {type(data).__name__} cannot be used: give a DataLoader or a pair of tensors")
     validate(data)
-    return Batches(data, config.batch_size, config.seed, device, channels_last, integers=True)
+    return Batches(data, config.batch_size or usual_batch(len(data)), config.seed, device, channels_last, integers=True)
+
+
+def as_array(data: Data) -> ArrayData:
+    """The user's data, in any of its forms, as a split in memory that is evaluated on; of a data set its test split."""
+    if isinstance(data, DataLoader):
+        parts = [(x, y) for x, y in data]
+        data = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+    if isinstance(data, str | os.PathLike):
+        data = load(os.fsdecode(data))
+    split = data.test if isinstance(data, Dataset) else data
+    split = split.decoded() if isinstance(split, StreamedData) else split
+    if isinstance(split, tuple) and len(split) == 2:
+        split = from_pair(*split, integers=True)
+    if not isinstance(split, ArrayData):
+        raise DataError(f"data of type {type(data).__name__} cannot be used: give a DataLoader or a pair of tensors")
+    return split
+
+
+def held_out(data: Data, size: float, seed: int) -> tuple[Data, ArrayData]:
+    """(training, validation): data in memory or on disk without `size` of its examples, a fraction or a number."""
+    if isinstance(data, str | os.PathLike):
+        data = load(os.fsdecode(data))
+    if isinstance(data, Dataset):
+        train, held = held_out(data.train, size, seed)
+        return replace(data, train=train), held
+    if isinstance(data, tuple) and len(data) == 2:
+        data = from_pair(*data, integers=True)
+    if not isinstance(data, ArrayData | StreamedData):
+        raise DataError(
+            f"validation = {size:g} cannot be held out of a {type(data).__name__}: give data to validate on instead"
+        )
+    train, held = holdout(data, size, seed)
+    return train, held.decoded() if isinstance(held, StreamedData) else held
 
 
 def evaluation_batches(
     data: Data, device: torch.device, example: Tensor
 ) -> Callable[[], Iterator[tuple[Tensor, Tensor]]]:
     """The user's data as inputs and labels on the device, as they are evaluated: not augmented, in their own order."""
-    if isinstance(data, str | os.PathLike):
-        data = load(os.fsdecode(data))
-    split = data.test if isinstance(data, Dataset) else data
-    split = split.decoded() if isinstance(split, StreamedData) else split
-    split = from_pair(*split, integers=True) if isinstance(split, tuple) else split
+    split = data if isinstance(data, DataLoader) else as_array(data)
 
     def walk() -> Iterator[tuple[Tensor, Tensor]]:
         if isinstance(split, DataLoader):
@@ -143,6 +227,8 @@ def check_targets(model: nn.Module, batches: Source, config: Config, example: Te
         whole = task == "classification" and bool((targets == targets.round()).all())
         other = "regression" if task == "classification" else "classification"
         besides = ", or give classes as integers (labels.long())" if whole else ""
+        if task == "classification" and targets.ndim == 2 and targets.shape[1] > 1:
+            raise DataError(_advice(targets))
         raise DataError(f"task = {task} does not fit labels of type {targets.dtype}: use task = {other}{besides}")
     try:
         outputs = _outputs(model, example, training=False)
@@ -193,6 +279,18 @@ def check_targets(model: nn.Module, batches: Source, config: Config, example: Te
         )
     else:
         check_labels(batches.data.y, outputs.shape[1] - head)
+
+
+def _advice(targets: Tensor) -> str:
+    """The way out for real targets (B, C) of a classification: one-hot, mixed, several labels at once, or numbers."""
+    given = f"labels of type {targets.dtype} and shape (batch, {targets.shape[1]}) for a classification"
+    if torch.allclose(targets.sum(1), targets.new_ones(len(targets)), atol=1e-3) and bool((targets >= 0).all()):
+        if bool((targets == targets.round()).all()):
+            return f"{given} are one-hot: give the classes (labels.argmax(1))"
+        return f"{given} are mixed or smoothed: give the classes, mixup and smoothing are left out in a run"
+    if bool(((targets == 0) | (targets == 1)).all()):
+        return f"{given} are several labels at once: task = regression fits them by squared error"
+    return f"{given}: use task = regression"
 
 
 def _target_shape(batches: Source) -> tuple[int, ...]:

@@ -60,7 +60,7 @@ class Pruner(torch.optim.Optimizer):
         gates: bool = True,
     ) -> None:  # fmt: skip
         check_count(num_data=num_data, steps=steps)
-        config = new_config(config, None)
+        config = new_config(config)
         if config.likelihood == "gaussian" and config.task != "regression":
             raise ConfigError("likelihood = gaussian needs labels, and an own loop has losses only: leave it out")
         check_network(model)

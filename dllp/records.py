@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -22,6 +24,8 @@ class EpochRecord:
     `gates` counts the gates of each module by their probability, in equal parts of [0, 1], all particles together;
     empty in most epochs of a long run.
     `discrepancy` is the kernelized Stein discrepancy of the particles over N.
+    `validation_loss` (of a regression the mean squared error) and `validation_accuracy` are measured at the end of the
+    epoch, on data that was handed over for it.
     """
 
     epoch: int
@@ -39,9 +43,18 @@ class EpochRecord:
     engine: str
     gates: list[list[int]] = field(default_factory=list)
     discrepancy: float | None = None
+    validation_loss: list[float] | None = None
+    validation_accuracy: list[float] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def best_epoch(history: Sequence[EpochRecord]) -> EpochRecord:
+    """The epoch with the best validation, mean over the particles, of those after the decision where there are any."""
+    known = [record for record in history if record.validation_loss]
+    decided = [record for record in known if record.phase == "discrete"] or known
+    return max(decided, key=lambda r: fmean(r.validation_accuracy or [-loss for loss in r.validation_loss or ()]))
 
 
 @dataclass(frozen=True)

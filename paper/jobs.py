@@ -20,7 +20,7 @@ from dllp.api import Result, prune, train_dense
 from dllp.baselines import find as find_baseline
 from dllp.baselines import run as baseline
 from dllp.baselines.run import FINETUNE_LR, masked
-from dllp.config import Config, Machine
+from dllp.config import LONG, Config, Machine
 from dllp.data import ArrayData, Dataset, StreamedData, holdout, load, ood, stratified
 from dllp.data.arrays import Augment
 from dllp.data.corruptions import parse
@@ -44,7 +44,7 @@ from paper.store import CLEAN, OUTSIDE
 
 # ---- recipes: one for each network, for dense, pruned and thin rows of every table alike
 
-SHARED: dict[str, Any] = dict(init="fresh", batch_size=512, epochs=60, lr_end=0.001, beta=0.1)
+SHARED: dict[str, Any] = {**LONG, "init": "fresh", "particles": 2, "batch_size": 512, "beta": 0.1, "round_to": 1}
 CHANNEL: dict[str, Any] = dict(open_until=0.15, ramp_until=0.3, discrete_at=0.35, lr_gates=0.05)
 WEIGHT: dict[str, Any] = dict(
     open_until=0.15, ramp_until=0.4, discrete_at=0.5, lr_gates=0.02, weight_decay=1e-3, slab_bounds=(1.0, 30.0)
@@ -85,7 +85,7 @@ def recipe(network: str, granularity: str, **changes: Any) -> Config:
 
 def short(granularity: str, **changes: Any) -> Config:
     """The short preset, for a network that a recipe above has trained."""
-    shared = {name: SHARED[name] for name in ("batch_size", "beta")}
+    shared = {name: SHARED[name] for name in ("particles", "batch_size", "beta", "round_to", "lr", "lr_end")}
     return Config.short(**{**shared, "granularity": granularity, **changes})
 
 
@@ -298,7 +298,7 @@ class Runner:
         on_step: OnStep | None = None, **machine: Any,
     ) -> None:  # fmt: skip
         self.data, self.machine, self.splits = data, machine, Splits(data, everywhere)
-        self.watch: dict[str, Any] = {"on_epoch": on_epoch, "on_step": on_step}
+        self.watch: dict[str, Any] = {"on_epoch": on_epoch, "on_step": on_step, "progress": False}
         self.dense_networks: dict[str, Result] = {}
         self.source = source()  # as the code is now: it may be changed while jobs run
 
@@ -355,7 +355,7 @@ class Runner:
 
     def _dllp(self, job: Job, data: Dataset, config: Config) -> Trained:
         first = self._trained_dense(job, data) if job.pretrain else None
-        result = prune(first.model if first else self._network(job), data, config, validation=data, **self.watch)
+        result = prune(first.model if first else self._network(job), data, config, **self.watch)
         seconds = spent(result) + (spent(first) if first else 0)
         detail = {"widths": result.widths, "history": brief(result.history), "noise": result.gates["noise"].tolist()}
         detail |= {name: result.info[name] for name in ("log_prior", "num_data", "moments")}

@@ -20,7 +20,7 @@ from dllp import files, zoo
 from dllp.api import Result, load
 from dllp.baselines import find as find_method
 from dllp.cli import progress
-from dllp.config import Config
+from dllp.config import Config, usual_batch
 from dllp.data import ArrayData, Dataset
 from dllp.data import load as load_data
 from dllp.data.ood import same as same_data
@@ -36,8 +36,6 @@ from dllp.runs.result import read_run as read_record
 from dllp.runs.settings import DLLP, Task
 from dllp.runs.tensors import check_shapes, read_network
 
-SMALL = 10_000
-"""Training sets with fewer examples get batches of 64."""
 LARGEST = 2**20
 """Largest size of a network that a run.json may ask for."""
 
@@ -70,8 +68,8 @@ def configure(task: Task, values: Mapping[str, Any], data: Dataset | None = None
         suited["weight_decay"] = Config().resolved().weight_decay  # the dense network's, also for single weights
     if data is not None and not data.train.is_classification:
         suited["task"] = "regression"
-    if data is not None and len(data.train) < SMALL and task.preset != "paper":
-        suited["batch_size"] = 64
+    if data is not None and task.preset != "paper":
+        suited["batch_size"] = usual_batch(len(data.train))
     return task.config(values, **suited)
 
 

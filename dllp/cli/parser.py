@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any, Literal, NoReturn, get_args
 
 from dllp import __version__
-from dllp.config import Config, types_of
+from dllp.config import OPEN, Config, types_of
 from dllp.errors import ConfigError
 from dllp.runs.settings import SUFFIXES, TASK, Task, convert, near
 
@@ -23,7 +23,7 @@ NETWORKS = ("mlp", "resnet20", "resnet50", "resnet56", "small_cnn", "small_resne
 """Names that `dllp.zoo` knows, which takes PyTorch to ask; a test holds both equal."""
 MAIN = ("keep_flops", "keep_params", "granularity", "particles", "epochs", "batch_size", "seed", "init", "device")
 """Fields of Config that help shows first."""
-SUITED = ("epochs", "batch_size", "init", "task")
+SUITED = (*OPEN, "init", "task")
 """Fields of Config whose default depends on data and network."""
 CHOSEN = "chosen."
 """Start of the names that options for fields of Task and Config have until they are collected in `chosen`."""
@@ -274,7 +274,9 @@ PRUNE = f"""networks by name: {", ".join(NETWORKS)}
 
 examples:
   dllp prune --data digits --model small_cnn --keep-flops 0.2 --out runs/demo
-      two small networks on embedded data, each at a fifth of the original's cost
+      a small network on embedded data, at a fifth of the original's cost
+  dllp prune --data digits --model small_cnn --keep-flops 0.2 --particles 2 --out runs/two
+      two of them, which tell together how sure they are
   dllp prune --data cifar10 --model resnet56 --keep-flops 0.45 --lr 0.4 --precision bfloat16 --out runs/resnet56
   dllp prune --data photos --model my_package.nets:trained --keep-params 0.3 --epochs 30 --out runs/mine
       images in photos/train/<class>/ and photos/test/<class>/, a trained network from your own function
@@ -290,10 +292,12 @@ examples:
   dllp prune --resume --out runs/demo
       goes on with a run that was stopped or killed, to the same result
 
-defaults (*): digits has 30 epochs; fewer than 10,000 training examples are taken in batches of 64; floating-point
-targets make a regression; a network by name starts fresh, one of your own as it is given, and `--init FILE` starts from
-trained weights, by the schedule for them (`--preset short`). Presets bring their own epochs, rates and start. Names may
-be written with dashes or underscores, here and in files."""
+defaults (*): a network by name starts fresh, one of your own as it is given, and `--init FILE` starts from trained
+weights. What has learned its task gets the schedule for trained networks (`--preset short`): 30 epochs with itself as
+teacher, rates that follow batch and epochs, and multiples of 8 channels where all layers are wide enough. Anything else
+gets 60 epochs (digits: 30) from lr 0.1 to 0.001, as does all with `--preset default`. Fewer than 10,000 training
+examples are taken in batches of 64, more in batches of 512; floating-point targets make a regression. The first lines
+of a run say what was chosen. Names may be written with dashes or underscores, here and in files."""
 EVALUATE = """examples:
   dllp evaluate runs/demo
   dllp evaluate runs/demo --corrupt gaussian-blur:1,2,3 sharpen noise:0.1 --json robustness.json

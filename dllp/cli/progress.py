@@ -19,21 +19,21 @@ from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from dllp.deploy.speed import LayerTime, headline, holding_back
+from dllp.deploy.speed import LayerTime, advice, headline, holding_back
 from dllp.deploy.speed import Row as SpeedRow
 from dllp.deploy.speed import describe as describe_speed
 from dllp.errors import ConfigError
 from dllp.evaluation.evaluate import CLEAN, OOD, TOGETHER, Evaluation, Row
 from dllp.evaluation.weight_analysis import WHOLE, tails
 from dllp.method.weight_laws import FEWEST
-from dllp.records import EpochRecord
+from dllp.records import EpochRecord, best_epoch
 from dllp.report.page import short_number
 from dllp.training.state import RunState
 
 WIDTH = 80
 """Columns in which every table finds room; on a narrower terminal its lines wrap, and no number is cut."""
-CURVES = ("loss", "accuracy", "cost", "undecided", "multiplier", "noise", "lr", "temperature", "budget",
-          "discrepancy", "seconds")  # fmt: skip
+CURVES = ("loss", "accuracy", "validation_loss", "validation_accuracy", "cost", "undecided", "multiplier", "noise",
+          "lr", "temperature", "budget", "discrepancy", "seconds")  # fmt: skip
 """Fields of an epoch's record that TensorBoard shows."""
 
 
@@ -153,6 +153,10 @@ def warn(text: str) -> None:
 def describe(record: EpochRecord, target: float | None, device: torch.device) -> str:
     """The numbers of one epoch, means over the particles, and the most memory that was taken on a GPU."""
     parts = [f"loss {fmean(record.loss):.4f}"]
+    if record.validation_accuracy:
+        parts.append(f"validation {100 * fmean(record.validation_accuracy):.2f}%")
+    elif record.validation_loss:
+        parts.append(f"validation {fmean(record.validation_loss):.4f}")
     if record.phase != "open":
         goal = f" (target {target:g})" if target is not None else ""
         parts.append(f"cost {fmean(record.cost):.3f}{goal}")
@@ -161,6 +165,19 @@ def describe(record: EpochRecord, target: float | None, device: torch.device) ->
     if device.type == "cuda":
         parts.append(short_number(torch.cuda.max_memory_allocated(device), "B"))
     return " ".join(parts)
+
+
+def validated(history: Sequence[Mapping[str, Any]]) -> str:
+    """The last epoch's validation and the best one, in a line."""
+    records = [EpochRecord(**record) for record in history]
+    best, last = best_epoch(records), records[-1]
+
+    def value(record: EpochRecord) -> str:
+        if record.validation_accuracy:
+            return f"{100 * fmean(record.validation_accuracy):.2f}%"
+        return f"{fmean(record.validation_loss or ()):.4f}"
+
+    return f"validation: {value(last)} in the last epoch, the result; the best was {value(best)} in epoch {best.epoch}"
 
 
 @contextmanager
@@ -354,6 +371,8 @@ def show_speed(rows: Sequence[SpeedRow], layers: Sequence[LayerTime], title: str
         widths = f"{layer.dense_width} -> {layer.pruned_width} channels"
         text = f"  {layer.layer} ({widths}): {layer.dense_ms:.2f} -> {layer.pruned_ms:.2f} ({ideal:.2f})"
         console.print(text, markup=False, highlight=False)
+    if advice(rows):
+        console.print(advice(rows), markup=False, highlight=False, soft_wrap=True)
 
 
 def _stdout() -> Console:

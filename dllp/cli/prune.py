@@ -90,7 +90,8 @@ def follow(ranks: Ranks, signals: Signals) -> None:
             held = Checkpoints(None, ranks=ranks)
             signals.stop = held.stop
             try:
-                verb(model, data, recipe, checkpoints=held, ranks=ranks)
+                watched = data if task.validation else None
+                verb(model, data, recipe, validation=watched, progress=False, checkpoints=held, ranks=ranks)
             except RankError:
                 signals.ignore()
                 raise
@@ -107,7 +108,7 @@ def prepared(ranks: Ranks, task: Task, values: dict[str, Any], report: Report | 
         data = read_data(task, early.seed, quiet=quiet, report=report)
         if not task.is_code:
             zoo.check_images(task.model, data.train.shape[1:])
-        config = configure(task, values, data).resolved()
+        config = configure(task, values, data)
         if config.deterministic:  # read when cuBLAS starts, which it has not yet
             os.environ.setdefault(WORKSPACE, WORKSPACES[0])
         sizes = config.outputs(data.num_classes), data.in_channels, data.image_size
@@ -115,7 +116,7 @@ def prepared(ranks: Ranks, task: Task, values: dict[str, Any], report: Report | 
         new_head = pretrained.start(model, Path(task.weights)) if task.weights else []
         if new_head:  # what has a new last layer teaches nothing
             config = replace(config, teacher="off")
-        return data, config, model, new_head
+        return data, (api.settle(model, data, config) if task.method == DLLP else config.resolved()), model, new_head
 
     return ranks.together(work)
 
@@ -148,6 +149,38 @@ def chosen_settings(args: Namespace, ranks: Ranks) -> tuple[Task, dict[str, Any]
     return task, values
 
 
+def chosen_words(task: Task, values: dict[str, Any], config: Config) -> str:
+    """One line about the schedule that a run has, and about choices that nobody made."""
+    trained = config.teacher == "given" or task.short
+    taught = ", the network as it was as its teacher" if config.teacher == "given" else ""
+    kind = f"schedule for trained weights{taught}" if trained else "schedule for a start without trained weights"
+    rates = f"{config.epochs} epochs, batches of {config.batch_size}, lr {config.lr:.3g}"
+    besides = ""
+    if config.round_to > 1 and "round_to" not in values:
+        besides = (
+            f"; layers keep multiples of {config.round_to} channels, which runs faster (--round-to 1 for any number)"
+        )
+    return f"{kind}: {rates}{besides}"
+
+
+def after_words(result: Result, examples: int, config: Config) -> list[str]:
+    """Lines below the table at the end of a run."""
+    found = []
+    if config.task == "classification" and len(result.particles) > 1:
+        found.append(
+            f"all particles: the mean of {len(result.particles)} predictions, at the cost of all; one of {examples} "
+            f"examples is {100 / examples:.2g} points, differences of a few are noise"
+        )
+    if result.history[-1].get("validation_loss"):
+        found.append(progress.validated(result.history))
+    return found
+
+
+def trusting(task: Task) -> str:
+    """The end of a command that may import the run's network, which its folder names."""
+    return f" --model {shlex.quote(task.model)}" if task.is_code else ""
+
+
 class _Pruning:
     """One run of the command, from validated options to the table at the end."""
 
@@ -159,11 +192,8 @@ class _Pruning:
         data, config, model, new_head = prepared(self.ranks, self.task, values, self.leave_out, quiet)
         for text in new_head:
             progress.warn(text)
-        if self.task.short and self.task.preset is None and not quiet:
-            taught = ", with those as teacher" if config.teacher == "given" else ""
-            print(
-                f"the schedule for trained weights{taught}: {config.epochs} epochs (--preset default for the long one)"
-            )
+        if not quiet:
+            print(chosen_words(self.task, values, config))
         device = find_device(config.device)
         self.task = task = self.task.anchored()
         self.text = settings.write(task, config)
@@ -190,7 +220,9 @@ class _Pruning:
         result.write_run(out)
         if not quiet:
             progress.show(rows, f"{task.model} on {len(data.test)} {task.split} examples of {task.data}")
-            print(f"run folder: {out}")
+            for text in after_words(result, len(data.test), config):
+                print(text)
+            print(f"run folder: {out}\nnext: dllp report {shlex.quote(str(out))}{trusting(task)}")
 
     def dllp(
         self, model: torch.nn.Module, data: Dataset, config: Config, new_head: list[str]
@@ -249,8 +281,8 @@ class _Pruning:
         self.shown.begin(name, config.epochs, config.budget[1])
         try:
             result = verb(
-                model, data, config, on_start=on_start, on_epoch=on_epoch, on_step=self.shown.step, checkpoints=held,
-                ranks=self.ranks,
+                model, data, config, validation=data if self.task.validation else None, progress=False,
+                on_start=on_start, on_epoch=on_epoch, on_step=self.shown.step, checkpoints=held, ranks=self.ranks,
             )  # fmt: skip
         except NumericsError:
             again, out = f"go on with {self.folder.command} --on-nan rollback", self.folder.folder

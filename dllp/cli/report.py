@@ -101,7 +101,7 @@ def _measured(folder: Path, args: Namespace) -> contents.Speed:
     rows = speed.measure_torch([dense, pruned], shape)
     cut = result.particles[0].recipe
     layers = speed.torch_layers(dense, pruned, shape, batch=LAYER_BATCH, runs=3) if cut else []
-    return contents.Speed(rows, layers, "a brief look in PyTorch; dllp speed measures more")
+    return contents.Speed(rows, layers, contents.BRIEF)
 
 
 def _examples(folder: Path, args: Namespace, data: Dataset) -> examples.Examples:

@@ -111,6 +111,8 @@ def format_of(path: Path, wanted: str | None) -> Format:
     if wanted is not None and wanted not in known:
         raise ConfigError(f"format = {wanted!r} is unknown: choose {' or '.join(known)}")
     named = ending if ending in known else None
+    if ending and wanted is None and named is None:
+        raise ConfigError(f"{path}: there is no export to .{ending}: name it .onnx or .pt2, or give the format")
     if wanted and named and wanted != named:
         raise ConfigError(f"{path} ends in .{named}, but format = {wanted}: give one of them, or both alike")
     return cast(Format, wanted or named or "onnx")

@@ -24,7 +24,8 @@ from dllp.structure.groups import FilterFn, chosen_again, discover
 from dllp.structure.padding import kept_units, padded, rounded
 
 __all__ = [
-    "DENSE", "INT8", "ONNX", "PRUNED", "TORCH", "LayerTime", "Row", "Subject", "as_dict", "compared", "describe",
+    "DENSE", "INT8", "ONNX", "PRUNED", "TORCH", "LayerTime", "Row", "Subject", "Timed", "advice", "as_dict", "compared",
+    "describe",
     "headline", "holding_back", "layers", "measure", "measure_torch", "multiples", "subjects",
     "torch_layers", "torch_rows",
 ]  # fmt: skip
@@ -102,6 +103,50 @@ class Row:
     def throughput(self) -> float:
         """Examples in a second."""
         return self.batch / self.median
+
+
+@dataclass(frozen=True)
+class Timed:
+    """The measurements of one network against the dense one; as text a line for each setting and an advice."""
+
+    rows: list[Row]
+    layers: list[LayerTime]
+
+    def __repr__(self) -> str:
+        lines = [
+            f"{describe(row)}: {row.network} {1e3 * row.median:.2f} ms"
+            + (f", {row.speedup:.2f}x as fast as dense" if row.speedup else "")
+            for row in self.rows
+        ]
+        return "\n".join([*lines, advice(self.rows)])
+
+
+NOTICED = 1.1
+"""Gain from which on another way is worth a line of advice."""
+
+
+def advice(rows: Sequence[Row]) -> str:
+    """One line: the option that would make the pruned network faster in the setting to quote, or that none would."""
+    row = headline(rows)
+    if row is None:
+        return ""
+    setting = (row.runtime, row.device, row.threads, row.batch)
+    others = [r for r in rows if (r.runtime, r.device, r.threads, r.batch) == setting and r.network.startswith(PRUNED)]
+    gains = {r.network.rpartition(", ")[2]: row.median / r.median for r in others if r is not row}
+    padded_to = next((name for name in gains if name.startswith("padded")), "")
+    rounded_to = next((name for name in gains if name.startswith("rounded")), "")
+    found = []
+    if gains.get(padded_to, 0) >= NOTICED:
+        found.append(
+            f"exported with --pad-to {padded_to.split()[-1]} it gives the same answers {gains[padded_to]:.2f}x as fast"
+        )
+    if gains.get(rounded_to, 0) >= max(NOTICED, NOTICED * gains.get(padded_to, 0)):
+        found.append(f"a run with --round-to {rounded_to.split()[-1]} gives a network {gains[rounded_to]:.2f}x as fast")
+    if found:
+        return f"odd numbers of channels hold it back: {'; '.join(found)}"
+    if row.share is not None and row.share < 0.5:
+        return "numbers of channels are not what holds it back, but what is no convolution, and the calls of layers"
+    return ""
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:

@@ -81,6 +81,16 @@ class Evaluation:
     curves: list[dict[str, Any]] = field(default_factory=list)
     clean: dict[str, PredictedData] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        """The rows, a line for each: the data, the network, its main metrics and what it costs."""
+        shown = ("accuracy", "rmse", "nll", "ece", "auroc", "fpr95")
+        lines = []
+        for row in self.rows:
+            figures = [f"{name} {row.metrics[name]:.4f}" for name in shown if name in row.metrics]
+            costs = [] if row.macs is None else [f"{row.macs:,.0f} MACs"]
+            lines.append(f"{row.data:<12} {row.name:<14} {'  '.join([*figures, *costs])}")
+        return "\n".join(lines)
+
     def besides(self) -> dict[str, Any]:
         """Plain values that JSON files hold beside the rows."""
         return {"efficiency": [asdict(entry) for entry in self.efficiency], "curves": self.curves}

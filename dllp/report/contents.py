@@ -19,6 +19,8 @@ from dllp.report.figures import plain
 from dllp.runs import result
 from dllp.runs.folder import CORRUPTIONS, EVALUATION, LOG, SPEED, member
 
+BRIEF = "a brief look in PyTorch; dllp speed measures more"
+"""How a page's own times were measured, where the run has none."""
 Uncertainty = Literal["aleatoric", "epistemic"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dllp.records import GATE_BINS, EpochRecord
+from dllp.records import GATE_BINS, EpochRecord, best_epoch
 from dllp.report import figures
 from dllp.report.contents import Run
 from dllp.report.figures import BLUE, GREEN, GREY, ORANGE, VERMILION, Plot, Section, Trace, axis, band, line, upright
@@ -38,9 +38,11 @@ def section(run: Run) -> Section | None:
     if all(record.accuracy is not None for record in history):
         plots.append(Plot(
             "accuracy", "Training accuracy",
-            "The dense network is trained by the same recipe, without gates." if gated else "",
+            "The dense network is trained by the same recipe, without gates." if gated and run.dense_history else "",
             both("accuracy"), _layout(run, "accuracy", tickformat=".0%"),
         ))  # fmt: skip
+    if any(record.validation_loss for record in history):
+        plots += _validation(run, label)
     if gated:
         costs = _values(history, "cost", "cost", BLUE)
         if budget is not None:
@@ -82,6 +84,20 @@ def _values(history: Sequence[EpochRecord], name: str, label: str, color: str, d
     x, values = zip(*parts, strict=True)
     several = band(x, map(min, values), map(max, values), color) if len(values[0]) > 1 else []
     return [*several, line(label, x, [sum(part) / len(part) for part in values], color, dash)]
+
+
+def _validation(run: Run, label: str) -> list[Plot]:
+    """Loss and accuracy on the data that was held out, at the end of each epoch."""
+    names = {"validation_loss": ("loss", "mean squared error" if run.regression else "loss in nats", {"type": "log"})}
+    if not run.regression:
+        names["validation_accuracy"] = ("accuracy", "accuracy", {"tickformat": ".0%"})
+    text = "Measured at the end of each epoch on data that no step learns from. The last epoch is the result, "
+    text += f"the best is epoch {best_epoch(run.history).epoch}."
+    return [
+        Plot(name.replace("_", "-"), f"Validation {word}", text, _values(run.history, name, label, BLUE),
+             _layout(run, title, **more))
+        for name, (word, title, more) in names.items()
+    ]  # fmt: skip
 
 
 def _layout(run: Run, title: str, **more: Any) -> dict[str, Any]:

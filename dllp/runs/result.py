@@ -14,7 +14,19 @@ from dllp import files
 from dllp.config import Config
 from dllp.errors import ArtifactError, ConfigError, StructureError
 from dllp.records import EpochRecord, ExtractedParticle, Recipe, Size
-from dllp.runs.folder import CHECKPOINTS, GATES, RUN, RunFolder, member, particle_file, reference_file
+from dllp.runs import settings
+from dllp.runs.folder import (
+    CHECKPOINTS,
+    DENSE_FILE,
+    GATES,
+    RUN,
+    SETTINGS,
+    RunFolder,
+    member,
+    particle_file,
+    reference_file,
+)
+from dllp.runs.settings import Task
 from dllp.runs.tensors import read_network, read_tensors, write_network, write_tensors
 from dllp.structure.slicing import copied, cut
 
@@ -75,6 +87,13 @@ def write_run(
     files.write_json(folder / RUN, run)
 
 
+def write_settings(folder: Path, config: Config, model: str, data: str | None) -> None:
+    """config.yaml of a run that was made in Python: its configuration, and where its network and data are found."""
+    task = Task(model=model, data=data or Task.data).anchored()
+    left_out = () if data else ("data",)
+    files.write_bytes(folder / SETTINGS, settings.write(task, config, left_out))
+
+
 # ---- reading
 
 
@@ -119,7 +138,14 @@ def read(folder: Path, model: nn.Module) -> dict[str, Any]:
             raise ArtifactError(f"{path}: {error}") from None
         read_network(folder / particle_file(k), network)
         particles.append(ExtractedParticle(network, reference, recipe, tuple(run.gated), gates["keep"][k].bool()))
+    original = None
+    if (folder / DENSE_FILE).exists():
+        original = copied(model).cpu().eval()
+        read_network(member(folder, DENSE_FILE), original)
+    known = run.info.get("data")
     return {
+        "original": original,
+        "shape": tuple(known.get("shape", ())) if isinstance(known, dict) else (),
         "config": Config.from_dict(run.config),
         "particles": particles,
         "gates": gates,

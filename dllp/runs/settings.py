@@ -16,7 +16,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from dllp import files
-from dllp.config import RETIRED, Config, check_retired, fits, in_words, types_of
+from dllp.config import LONG, RETIRED, Config, check_retired, fits, in_words, types_of
 from dllp.errors import ConfigError
 
 DLLP = "dllp"
@@ -113,6 +113,8 @@ class Task:
             suited["init"] = "fresh"  # a network by name has no weights worth starting from
         if self.data == "digits" and not short:
             suited["epochs"] = 30
+        if self.preset == "default":
+            suited = dict(LONG) | suited
         return (Config.short if short else Config)(**(suited | dict(values)))
 
 
@@ -211,8 +213,9 @@ def _parse(content: bytes, path: Path) -> Any:
         raise ConfigError(f"{path} is not plain YAML: {error}") from None
 
 
-def write(task: Task, config: Config) -> bytes:
+def write(task: Task, config: Config, left_out: Iterable[str] = ()) -> bytes:
     """The text of a settings file that makes the same run again."""
     import yaml
 
-    return yaml.safe_dump(asdict(task) | config.as_dict(), sort_keys=False).encode()
+    values = asdict(task) | config.as_dict()
+    return yaml.safe_dump({k: v for k, v in values.items() if k not in left_out}, sort_keys=False).encode()

@@ -74,6 +74,11 @@ def check_network(model: object) -> None:
         raise StructureError(f"the network is {model!r:.60}: give an instance of nn.Module")
     if any(isinstance(p, nn.UninitializedParameter) for p in model.parameters()):
         raise StructureError("the network has lazy layers: run it once on an example first")
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise StructureError(f"{name!r} is on the meta device, without numbers: load the network's weights first")
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise StructureError(f"{name!r} has a hook on its gradient, which a run would not call: remove the hook")
     for key, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise StructureError(

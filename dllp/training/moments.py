@@ -30,7 +30,7 @@ def measure(state: RunState, name: MomentName, keep: Tensor | None = None) -> No
     """Append a moment to the run's; `keep` (n, U) are decisions that are not yet applied."""
     gather = state.place.rows.all_gather_object
     shapes = [shape for own in gather(_shapes(state, keep)) for shape in own]
-    scores = _scores(state) if state.validation is not None else {}
+    scores = scored(state) if state.validation is not None else {}
     state.moments.append(Moment(name, state.step_index, shapes=shapes, **scores))
 
 
@@ -64,7 +64,8 @@ def _figures(kept: np.ndarray) -> dict[str, float] | None:
     return {"kept": len(kept), "near_zero": shape.near_zero, "ks": shape.ks, "dip_p": shape.dip_p}
 
 
-def _scores(state: RunState) -> dict[str, Any]:
+@torch.no_grad()
+def scored(state: RunState) -> dict[str, Any]:
     """Accuracy and negative log-likelihood of each particle and of the ensemble; of a regression the squared error.
 
     Of a loss whose logits or labels are unknown the mean of the loss itself, and the user's own metrics of all.

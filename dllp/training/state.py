@@ -69,6 +69,7 @@ class RunState:
         self.total_steps = steps_per_epoch * config.epochs if total_steps is None else total_steps
         self.validation: Callable[[], Iterator[tuple[Any, Any]]] | None = None  # measured on, never learned from
         self.metrics: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None  # of a network on such a batch
+        self.validates = False  # at the end of each epoch, too
         self.penalty: Callable[[Tensor], Tensor] | None = (
             None  # (n, P) rows -> gradient of another method's regulariser
         )

@@ -16,7 +16,7 @@ from dllp.method import stein
 from dllp.method.update import score_of
 from dllp.records import EpochRecord
 from dllp.training import health
-from dllp.training.moments import measure
+from dllp.training.moments import measure, scored
 from dllp.training.state import RunState
 from dllp.training.step import decide, prepare, step
 
@@ -117,6 +117,7 @@ def _record(state: RunState, epoch: int, began: float, engine: str) -> EpochReco
     loss, hits = means.T.tolist()  # waits for the device: now the time is true
     seconds = time.perf_counter() - began
     state.statistics.zero_()
+    held = scored(state) if state.validates else {}
     return EpochRecord(
         epoch=epoch + 1,
         phase=state.phase_at(state.step_index - 1),
@@ -133,6 +134,8 @@ def _record(state: RunState, epoch: int, began: float, engine: str) -> EpochReco
         engine=engine,
         gates=[] if (epoch + 1) % max(1, state.config.epochs // COUNTED) else latents.counts(),
         discrepancy=discrepancy(state),
+        validation_loss=held.get("nll"),
+        validation_accuracy=held.get("accuracy"),
     )
 
 

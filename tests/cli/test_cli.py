@@ -77,9 +77,11 @@ def test_plain_lines_and_the_table(nets: str, tmp_path: Path, capsys: pytest.Cap
     assert main(["prune", "--model", f"{nets}:small", *FAST, "--validation", "200", "--particles", "1"]) == 0
     out, error = capsys.readouterr()
     assert error.startswith("dllp: warning: pruned: the training loss ended at"), "after two epochs, and true"
-    assert error.count("\n") == 1 and out.startswith("pruned epoch 1/2 ") and "(target 0.3)" in out
+    assert error.count("\n") == 1 and "\npruned epoch 1/2 " in out and "(target 0.3)" in out
+    assert "validation: " in out and "in the last epoch, the result; the best was " in out
     assert "dense epoch" not in out and "\n dense " in out, "a given network is evaluated, not trained"
-    assert "200 validation examples" in out and out.endswith("run folder: runs/last\n")
+    next_step = f"run folder: runs/last\nnext: dllp report runs/last --model {nets}:small\n"
+    assert "200 validation examples" in out and out.endswith(next_step)
     settings = yaml.safe_load(Path("runs/last/config.yaml").read_text())
     assert settings["validation"] == 200 and settings["init"] == "given"
     assert main(["evaluate", "runs/last", "--trust-imports"]) == 0
@@ -145,9 +147,10 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, text=True, **pipes) as process:
         assert process.stdout is not None
-        first = process.stdout.readline()
+        chosen, first = process.stdout.readline(), process.stdout.readline()
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
+    assert chosen.startswith("schedule for a start without trained weights: 500 epochs, batches of 64"), error
     assert first.startswith("pruned epoch 1/500"), error
     assert (process.returncode, error) == (130, "dllp: interrupted, go on with dllp prune --resume --out runs/a\n")
     assert {path.name for path in (tmp_path / "runs/a").iterdir()} == {"config.yaml", "checkpoints", "log.jsonl"}

@@ -23,7 +23,7 @@ from tests.support.interrupted import killed, signalled, stop_at
 def command(data: Path, out: Path, *words: str) -> list[str]:
     return [
         "prune", "--data", str(data), "--image-size", "16", "--augment", "resized-crop", "--batch-size", "6",
-        "--epochs", "2", "--model", "small_cnn", "--keep-flops", "0.5",
+        "--epochs", "2", "--model", "small_cnn", "--keep-flops", "0.5", "--particles", "2",
         "--no-dense", "--quiet", "--out", str(out), *words,
     ]  # fmt: skip
 

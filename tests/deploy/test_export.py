@@ -140,7 +140,7 @@ def test_padding_changes_nothing_but_widths(result: dllp.Result, tmp_path: Path)
 @pytest.mark.parametrize("method", ["fpgm", "thinet"])  # which trains, or mends, what it has cut
 def test_padding_knows_what_other_methods_did_after_the_cut(method: str, tmp_path: Path) -> None:
     network = build("small_cnn", num_classes=10, in_channels=1, image_size=8)
-    config = dllp.Config(keep_flops=0.4, epochs=1, batch_size=128, init="fresh")
+    config = dllp.Config(keep_flops=0.4, epochs=1, batch_size=128, particles=2, init="fresh")
     data = dllp.data.load("digits").train.subset(range(256))
     result = baseline.prune(find(method), network, data, config, finetune_epochs=int(method == "fpgm")).result
     done = export.export(result, tmp_path / "wide.pt2", SHAPE, format="pt2", pad_to=8)

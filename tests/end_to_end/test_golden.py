@@ -32,7 +32,8 @@ from paper.tables import TABLES
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
 OLD_RUN, OLD_CHECKPOINT = GOLDEN / "run-0.1.0", GOLDEN / "stopped-0.1.0"
-DEMO = ["prune", "--data", "digits", "--model", "mlp", "--keep-flops", "0.3", "--epochs", "3", "--device", "cpu"]
+DEMO = ["prune", "--data", "digits", "--model", "mlp", "--keep-flops", "0.3", "--epochs", "3", "--device", "cpu",
+        "--particles", "2"]  # fmt: skip
 
 
 def published_digests() -> dict[str, str]:
@@ -60,7 +61,7 @@ def help_texts() -> dict[str, str]:
 def checkpoint_fingerprint() -> str:
     """The fingerprint of a run's checkpoints: configuration, shapes and size of the data."""
     found: list[str] = []
-    config = dllp.Config(keep_flops=0.3, epochs=1, batch_size=16, device="cpu")
+    config = dllp.Config(keep_flops=0.3, epochs=1, batch_size=16, particles=2, device="cpu")
     x, y = torch.randn(32, 1, 8, 8), torch.arange(32) % 10
     model = zoo.build("small_cnn", num_classes=10, in_channels=1)
     dllp.prune(model, (x, y), config, on_start=lambda run: found.append(fingerprint(run)))

@@ -38,7 +38,9 @@ def convolutions() -> nn.Module:
 @pytest.fixture(scope="module")
 def run() -> dllp.Result:
     torch.manual_seed(0)
-    return dllp.prune(convolutions(), images(), dllp.Config(keep_flops=0.6, epochs=2, batch_size=20, device="cpu"))
+    return dllp.prune(
+        convolutions(), images(), dllp.Config(keep_flops=0.6, epochs=2, batch_size=20, particles=2, device="cpu")
+    )
 
 
 def test_rows_are_dense_each_particle_and_the_ensemble(run: dllp.Result) -> None:
@@ -90,7 +92,7 @@ def test_regression_has_rmse_and_likelihood(tmp_path: Path) -> None:
     x = torch.randn(64, 4)
     y = x[:, :1] - x[:, 1:2]
     network = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
-    config = dllp.Config(keep_flops=0.5, epochs=3, batch_size=16, task="regression", lr=0.02, device="cpu")
+    config = dllp.Config(keep_flops=0.5, epochs=3, batch_size=16, particles=2, task="regression", lr=0.02, device="cpu")
     result = dllp.prune(network, (x, y), config)
     unknown = Posterior([network.eval()], torch.tensor([torch.nan]), "regression")
     rows = evaluate.measure(result, ArrayData(x, y), unknown).rows
@@ -203,7 +205,7 @@ def test_a_regression_is_told_apart_by_its_variance() -> None:
     x = torch.randn(64, 4)
     network = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
     config = dllp.Config(
-        keep_flops=0.5, epochs=2, batch_size=16, task="regression", lr=0.02, init="fresh", device="cpu"
+        keep_flops=0.5, epochs=2, batch_size=16, particles=2, task="regression", lr=0.02, init="fresh", device="cpu"
     )
     result, data = dllp.prune(network, (x, x[:, :1]), config), ArrayData(x, x[:, :1])
     found = evaluate.measure(result, data, ood={"far": ood.unlabelled(data, 50 * x)})

@@ -66,6 +66,7 @@ def test_a_run_predicts_its_test_set_once(tmp_path: Path, method: list[str]) -> 
             passes[module] += 1
 
     words = ["--data", "digits", "--model", "small_cnn", "--epochs", "1", "--keep-flops", "0.5", "--device", "cpu"]
+    words += [] if method else ["--particles", "2"]
     hook = register_module_forward_pre_hook(count)
     try:
         assert main(["prune", *words, *method, "--quiet", "--out", str(tmp_path / "run")]) == 0

@@ -123,7 +123,7 @@ def test_a_step_follows_the_chosen_prior(name: str) -> None:
     w = before[:, at]
     step = (narrow[1] - wide[1])[:, at]
     # lr (1 + momentum) beta / N times the difference of both scores: the first step of Nesterov's momentum
-    config = Config()
+    config = Config().resolved()
     factor = step_size(config) * (1 + config.momentum) * config.beta / 16
     score = other_priors.laplace_score if name == "laplace" else other_priors.gaussian_score
     torch.testing.assert_close(step, factor * (score(w, 0.05) - score(w, 0.5)), rtol=1e-6, atol=1e-12)

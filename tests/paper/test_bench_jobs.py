@@ -177,7 +177,9 @@ def images(count: int) -> ArrayData:
 
 
 def test_its_epochs_are_shared_out() -> None:
-    preset = Config.short(keep_flops=0.5, epochs=1, batch_size=512, beta=0.1)
+    preset = Config.short(
+        keep_flops=0.5, epochs=1, particles=2, batch_size=512, beta=0.1, round_to=1, lr=0.1, lr_end=0.001
+    )
     assert JOB.config == preset and JOB.config.init == "given"
     assert JOB.dense == Job("small_cnn", "dense", epochs=2) and JOB.derived
     assert len({JOB.digest, replace(JOB, pretrain=1).digest, replace(JOB, pretrain=0).digest}) == 3
@@ -232,7 +234,7 @@ def test_the_old_short_preset_is_spelled_out() -> None:
     rows = {row.name: row.job for row in tables.TABLES["pretrained"].rows}
     assert rows["short-10"].config == Config(
         keep_flops=0.45, epochs=10, lr=0.02, lr_end=0.0002, warmup=0.5, lr_gates=0.05, open_until=0.02, ramp_until=0.3,
-        discrete_at=0.45,
+        discrete_at=0.45, particles=2, batch_size=512, round_to=1, teacher="off",
     )  # fmt: skip
 
 

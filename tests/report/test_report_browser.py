@@ -63,7 +63,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         patch.setattr(sys, "path", list(sys.path))
-        more = ["--init", "fresh", "--augment", "none", "--discrete-at", "0.75", "--out", str(run), "--quiet"]
+        more = [
+            "--particles",
+            "2",
+            "--init",
+            "fresh",
+            "--augment",
+            "none",
+            "--discrete-at",
+            "0.75",
+            "--out",
+            str(run),
+            "--quiet",
+        ]
         assert main(["prune", "--data", str(place / "data"), *words, *more]) == 0
         assert main(["evaluate", str(run), "--trust-imports", "--corrupt", "gaussian-blur:1", "noise:0.2"]) == 0
         changed = run / "corruptions.json"

@@ -22,7 +22,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(dllp.__file__).parents[1])}
 """For processes: the package as it is tested here, installed or not."""
 UNTRACED = {name: value for name, value in ENVIRONMENT.items() if not name.startswith(("COVERAGE", "COV_CORE"))}
 """For processes that Ctrl-C interrupts anywhere: within coverage's own lock it would leave them waiting for ever."""
-FAST = ("--epochs", "2", "--batch-size", "128", "--keep-flops", "0.3")
+FAST = ("--epochs", "2", "--batch-size", "128", "--keep-flops", "0.3", "--particles", "2")
 NETS = """
 import torch
 from torch import nn

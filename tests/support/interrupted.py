@@ -15,7 +15,8 @@ from dllp.cli.main import main
 from dllp.runs.checkpoints import Checkpoints
 from tests.support.commands import npy
 
-SHORT = ("--model", "mlp", "--granularity", "weight", "--gate-linear", "--keep-params", "0.3", "--epochs", "3")
+SHORT = ("--model", "mlp", "--granularity", "weight", "--gate-linear", "--keep-params", "0.3", "--epochs", "3",
+         "--particles", "2")  # fmt: skip
 """Nine steps of a small network, twice."""
 
 

@@ -36,7 +36,7 @@ from tests.support.commands import ENVIRONMENT
 
 STEPS, BATCH = 20, 12
 BASE: dict[str, Any] = dict(
-    epochs=2, beta=0.3, epsilon=10.0, slab=5.0, lr=0.1, lr_end=0.02, warmup=0, weight_decay=0.05,
+    particles=2, epochs=2, beta=0.3, epsilon=10.0, slab=5.0, lr=0.1, lr_end=0.02, warmup=0, weight_decay=0.05,
     keep_flops=0.6, lr_gates=0.1, device="cpu", open_until=0.2, ramp_until=0.4,
     discrete_at=0.6,
 )  # fmt: skip

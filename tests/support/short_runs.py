@@ -39,7 +39,9 @@ def pictures(n: int = 48) -> tuple[Tensor, Tensor]:
 
 
 def quick(**changes: Any) -> Config:
-    base: dict[str, Any] = dict(epochs=8, batch_size=16, lr=0.05, warmup=0, lr_gates=0.2, device="cpu", keep_flops=0.5)
+    base: dict[str, Any] = dict(
+        particles=2, epochs=8, batch_size=16, lr=0.05, warmup=0, lr_gates=0.2, device="cpu", keep_flops=0.5
+    )
     return Config(**(base | changes))
 
 
@@ -59,7 +61,9 @@ def images(n: int = 40) -> tuple[Tensor, Tensor]:
 
 
 def config(**changes: Any) -> Config:
-    values: dict[str, Any] = dict(epochs=2, batch_size=16, keep_flops=0.6, device="cpu", warmup=0, lr_gates=0.3)
+    values: dict[str, Any] = dict(
+        particles=2, epochs=2, batch_size=16, keep_flops=0.6, device="cpu", warmup=0, lr_gates=0.3
+    )
     return Config(**(values | changes))
 
 
@@ -75,7 +79,9 @@ CLASSES = 5
 
 def run(model: nn.Module, data: Any = None, filter_fn: Any = None, **changes: Any) -> dllp.Result:
     """A short run on images of 8 by 8."""
-    settings: dict[str, Any] = dict(epochs=2, batch_size=12, lr=0.02, warmup=0, keep_flops=0.5, device="cpu")
+    settings: dict[str, Any] = dict(
+        particles=2, epochs=2, batch_size=12, lr=0.02, warmup=0, keep_flops=0.5, device="cpu"
+    )
     if data is None:
         x = torch.randn(24, 3, 8, 8, generator=torch.Generator().manual_seed(0))
         data = x, torch.arange(24) % CLASSES
@@ -112,7 +118,14 @@ def build() -> nn.Module:
 def pruned(granularity: Any, **changes: Any) -> dllp.Result:
     torch.manual_seed(0)
     values = dict(
-        granularity=granularity, keep_flops=0.3, epochs=4, batch_size=16, lr_gates=0.3, device="cpu", warmup=0
+        granularity=granularity,
+        particles=2,
+        keep_flops=0.3,
+        epochs=4,
+        batch_size=16,
+        lr_gates=0.3,
+        device="cpu",
+        warmup=0,
     )
     return dllp.prune(build(), pictures(), Config(**(values | changes)))
 

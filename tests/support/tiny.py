@@ -127,7 +127,7 @@ def tiny_batches(count: int) -> Fixed:
 
 def tiny_config(**changes: Any) -> Config:
     base: dict[str, Any] = dict(
-        epochs=1, beta=0.3, epsilon=10.0, slab=5.0, slab_bounds=(4.9, 5.2), lr=0.1, lr_end=0.02, warmup=0,
+        particles=2, epochs=1, beta=0.3, epsilon=10.0, slab=5.0, slab_bounds=(4.9, 5.2), lr=0.1, lr_end=0.02, warmup=0,
         weight_decay=0.05, keep_flops=0.6, lr_gates=0.1, device="cpu",
     )  # fmt: skip
     return Config(**(base | changes)).resolved()

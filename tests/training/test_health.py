@@ -32,7 +32,9 @@ def table() -> tuple[Tensor, Tensor]:
 
 
 def config(**options: Any) -> Config:
-    return Config(**({"keep_flops": 0.6, "epochs": 3, "batch_size": 10, "lr": 0.05, "device": "cpu"} | options))
+    return Config(
+        **({"keep_flops": 0.6, "particles": 2, "epochs": 3, "batch_size": 10, "lr": 0.05, "device": "cpu"} | options)
+    )
 
 
 def break_at(step: int, act: Callable[[RunState], None]) -> Callable[[RunState], None]:

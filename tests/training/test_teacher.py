@@ -70,7 +70,7 @@ def test_teachers_that_do_not_fit_are_refused() -> None:
     with pytest.raises(StructureError, match="the teacher gives 3 outputs where the network gives 2: both must agree"):
         dllp.prune(network(2), table(), dllp.Config(**OPTIONS, teacher="given"), teacher=Always(torch.zeros(3)))
     with pytest.raises(ConfigError, match="a teacher is handed over, but teacher = off"):
-        dllp.prune(network(2), table(), dllp.Config(**OPTIONS), teacher=Always(torch.zeros(2)))
+        dllp.prune(network(2), table(), dllp.Config(**OPTIONS, teacher="off"), teacher=Always(torch.zeros(2)))
 
 
 def test_validation_that_does_not_fit_is_refused_before_training() -> None:

@@ -1,0 +1,116 @@
+"""What one does with a result: evaluate, export, time and show it. The methods of :class:`dllp.Result` call these.
+
+They stand above the rooms that they bring together; a result finds them when one of its methods is called.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dllp import files, report
+from dllp.api import Result
+from dllp.data import ArrayData, Dataset
+from dllp.data.corruptions import parse as parse_corruption
+from dllp.data.ood import find as find_outside
+from dllp.data.ood import unlabelled
+from dllp.deploy import export as exporting
+from dllp.deploy import speed as timing
+from dllp.devices.device import find_device, undisturbed
+from dllp.errors import ConfigError
+from dllp.evaluation import evaluate as evaluation
+from dllp.evaluation import examples
+from dllp.evaluation.evaluate import Evaluation
+from dllp.posterior import Posterior, posterior_of
+from dllp.prepare import Data, as_array
+from dllp.report import contents
+from dllp.runs.folder import EVALUATION
+
+__all__ = ["evaluate", "export", "show", "speed"]
+
+
+@undisturbed()
+def evaluate(
+    result: Result, data: Data, *, corrupt: str | Iterable[str] = (), ood: str | Iterable[str] | Mapping[str, Any] = (),
+    device: str = "auto",
+) -> Evaluation:  # fmt: skip
+    """Measure every network of a run; :meth:`dllp.Result.evaluate`."""
+    test = as_array(data)
+    corruptions = [c for text in _words(corrupt) for c in parse_corruption(text, result.config.seed)]
+    left_out = data.left_out if isinstance(data, Dataset) else None
+    outside = {
+        name: find_outside(name, test, left_out=left_out) if given is None else _inputs(given, test)
+        for name, given in (ood if isinstance(ood, Mapping) else dict.fromkeys(_words(ood))).items()
+    }
+    return evaluation.measure(
+        result, test, _dense(result), corruptions=corruptions, ood=outside, device=find_device(device)
+    )
+
+
+def export(result: Result, path: str | Path, **options: Any) -> exporting.Exported:
+    """Write the networks of a run as one file; :meth:`dllp.Result.export`."""
+    return exporting.export(result, path, _shape(result), **options)
+
+
+@undisturbed()
+def speed(result: Result, *, batches: Iterable[int] = (1, 64), seconds: float = 1.0, particle: int = 0) -> timing.Timed:
+    """Time the dense against the pruned network; :meth:`dllp.Result.speed`."""
+    shape = _shape(result)
+    subjects = timing.subjects(result, shape, particle=particle)
+    rows = timing.measure(subjects, shape, batches=tuple(batches), seconds=seconds)
+    return timing.Timed(rows, timing.layers(subjects[0], subjects[1], shape, batch=max(batches)))
+
+
+@undisturbed()
+def show(result: Result, path: str | Path, data: Data | None = None) -> Path:
+    """Write a run as one HTML page; :meth:`dllp.Result.report`."""
+    report.require_plotly()
+    path = Path(path)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / (path.stem or "run")
+        result.save(folder)
+        if data is not None:
+            found = evaluate(result, data)
+            rows = {"rows": [vars(row) for row in found.rows], **found.besides()}
+            files.write_json(folder / EVALUATION, rows)
+            if result.config.task == "classification":
+                dense = found.clean.get(evaluation.DENSE)
+                examples.collect(found.clean[evaluation.TOGETHER], dense).write(folder)
+        run = contents.read(folder)
+        if result.shape:
+            subjects = timing.subjects(result, result.shape, round_to=1)
+            look = contents.Speed(timing.measure_torch(subjects, result.shape), [], contents.BRIEF)
+            run = replace(run, speed=look)
+        page = report.build([run])
+    files.write_named(path, page)
+    return path
+
+
+def _words(given: str | Iterable[str]) -> list[str]:
+    return [given] if isinstance(given, str) else list(given)
+
+
+def _inputs(given: Any, like: ArrayData) -> ArrayData:
+    """Inputs alone, or any data whose labels are not looked at."""
+    if isinstance(given, Tensor):
+        return unlabelled(like, given if given.dtype == like.x.dtype else given.to(like.x.dtype))
+    return unlabelled(like, as_array(given).x)
+
+
+def _dense(result: Result) -> Posterior | None:
+    if result.original is None:
+        return None
+    noise = result.info.get("dense_noise", torch.nan)
+    return posterior_of([result.original], torch.tensor([noise]), result.config)
+
+
+def _shape(result: Result) -> tuple[int, ...]:
+    if not result.shape:
+        raise ConfigError("the result does not say what its inputs look like: use dllp.export.export with a shape")
+    return result.shape
