@@ -68,7 +68,7 @@ LOOKED_AT = 256
 """Training examples by which a network's start is judged."""
 BETTER = 0.9
 """Share of the loss of a constant answer below which a network has learned something."""
-MULTIPLE, NARROWEST = 8, 16
+MULTIPLE, NARROWEST = 8, 32
 """Multiples of channels that runtimes are made for, and the narrowest layer that is cut in them."""
 
 

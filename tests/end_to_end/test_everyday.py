@@ -20,10 +20,10 @@ from dllp.notebook import Live
 from dllp.records import EpochRecord, best_epoch
 
 
-def network() -> nn.Module:
+def network(width: int = 32) -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(), nn.Linear(16, 3),
+        nn.Conv2d(1, width, 3), nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 3), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 3),
     )  # fmt: skip
 
 
@@ -107,8 +107,10 @@ def test_the_teacher_that_is_handed_over_teaches(trained: nn.Module) -> None:
 
 
 def test_narrow_layers_and_small_budgets_keep_any_number_of_channels(trained: nn.Module) -> None:
-    tight = dllp.Config(keep_flops=0.2, epochs=1, batch_size=20, device="cpu")
+    tight = dllp.Config(keep_flops=0.05, epochs=1, batch_size=20, device="cpu")
     assert dllp.prune(trained, images(), tight).config.round_to == 1
+    narrow = dllp.Config(keep_flops=0.6, epochs=1, batch_size=20, device="cpu")
+    assert dllp.prune(network(31), images(), narrow).config.round_to == 1
 
 
 # ---- the result
