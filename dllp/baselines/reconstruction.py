@@ -153,7 +153,8 @@ def plain(module: nn.Module) -> bool:
 def consumers(scene: Scene, group: Group) -> dict[str, Tensor]:
     """Names of the plain modules that read a group, and the group's unit of each of their inputs (I,), -1 for none."""
     modules = dict(scene.network.named_modules())
-    return {s.module: s.unit for s in group.slices if s.side == "in" and plain(modules[s.module])}
+    read = [s for s in group.slices if s.role == "read" and s.name == f"{s.module}.weight"]
+    return {s.module: s.unit for s in read if plain(modules[s.module])}
 
 
 @torch.no_grad()

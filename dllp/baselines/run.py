@@ -239,5 +239,5 @@ def widen(whole: nn.Module, structure: Structure, keep: Tensor) -> tuple[nn.Modu
     """The cut network with dead channels, and the recipe of its living part."""
     more = widened(structure, keep, structure.steps(MULTIPLE))
     wide, _ = padded(whole, structure, keep, MULTIPLE)
-    groups = restrict(structure.groups, more, recipe(whole, structure.groups, more))
+    groups = restrict(structure.groups, more)
     return wide, recipe(wide, groups, keep[more])

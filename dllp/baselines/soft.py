@@ -101,9 +101,8 @@ def shifts(scene: Scene) -> list[tuple[Tensor, Tensor]]:
     found = []
     for group, here in zip(scene.structure.groups, scene.structure.slices, strict=True):
         for piece in group.slices:
-            name = f"{piece.module}.bias"
-            if piece.side == "out" and name in layout.segments:
+            if piece.role == "write" and piece.name in layout.segments and piece.name.endswith(".bias"):
                 unit = piece.unit + here.start
                 mine = (piece.unit >= 0) & (isinstance(modules[piece.module], NORMS) | ~by_norm[unit])
-                found.append((layout.segments[name].view(places)[mine].to(device), unit[mine].to(device)))
+                found.append((layout.segments[piece.name].view(places)[mine].to(device), unit[mine].to(device)))
     return found

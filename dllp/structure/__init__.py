@@ -1,1 +1,1 @@
-"""Removable units of a network, their cost, and the verified cut; the only room that imports Torch-Pruning."""
+"""Removable units of a network, their cost, and the verified cut."""

@@ -2,45 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, product
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dllp.structure.slicing import Group, Side, side_sizes
+from dllp.structure.atoms import Atom, Label, Segment
 
 
 @dataclass(frozen=True, eq=False)
 class Cost:
-    """A cost that is quadratic in the gates: sum over layers of `pair` * inputs * outputs, plus a linear part.
+    """A polynomial of the gates: a sum over terms of `weight` times a product of counts of open units.
 
-    Column k of `signals` (U, K) counts channels of each unit; layer l has `in_const[l]` input channels without a gate
-    and those of column `in_signal[l]`, likewise for its outputs. `square` (U,) is the coefficient of a gate squared.
+    Count k is `base[k]` + gates @ `signals[:, k]`; term l has the counts `factors[l]` (count 0 is 1). `square` (U,) is
+    the coefficient of gates squared, and `shared` lists the terms in which two of several counts have gates in common:
+    there the variance gates (1 - gates) @ `common[:, v]` stands for both.
     """
 
     dense: float
     const: Tensor
     linear: Tensor
     square: Tensor
+    base: Tensor
     signals: Tensor
-    pair: Tensor
-    in_const: Tensor
-    in_signal: Tensor
-    out_const: Tensor
-    out_signal: Tensor
+    weight: Tensor
+    factors: Tensor
+    common: Tensor
+    shared_weight: Tensor
+    shared: Tensor
+    shared_factors: Tensor
 
     def expected(self, theta: Tensor) -> Tensor:
         """theta (..., U) -> (...): expected cost under independent gates, exact; the cost itself for 0/1 gates."""
         with torch.autocast(theta.device.type, enabled=False):  # which would round products to half precision
             theta = theta.to(self.linear.dtype)
             # sums of products: for matrix products cuBLAS would hold a workspace larger than all of this
-            counts = (theta[..., None] * self.signals).sum(-2)
-            inputs = self.in_const + counts.index_select(-1, self.in_signal)
-            outputs = self.out_const + counts.index_select(-1, self.out_signal)
-            # A gate on both sides of a layer has E[z z] = theta, not theta^2.
-            single = (theta * self.linear + theta * (1 - theta) * self.square).sum(-1)
-            return self.const + single + (inputs * outputs * self.pair).sum(-1)
+            counts = self.base + (theta[..., None] * self.signals).sum(-2)
+            # A gate that occurs twice in a product has E[z z] = theta, not theta^2.
+            variance = theta * (1 - theta)
+            result = self.const + (theta * self.linear + variance * self.square).sum(-1)
+            result = result + self._products(counts, self.factors, self.weight).sum(-1)
+            if len(self.shared):
+                both = (variance[..., None] * self.common).sum(-2).index_select(-1, self.shared)
+                result = result + (both * self._products(counts, self.shared_factors, self.shared_weight)).sum(-1)
+            return result
+
+    @staticmethod
+    def _products(counts: Tensor, factors: Tensor, weight: Tensor) -> Tensor:
+        result = weight
+        for column in factors.unbind(1):
+            result = counts.index_select(-1, column) * result
+        return result
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Cost:
         """The same cost on `device`, in `dtype` if given."""
@@ -52,34 +67,13 @@ class Cost:
         return replace(self, **moved)
 
 
-def flops_cost(model: nn.Module, groups: Sequence[Group], macs: Mapping[str, float], total: float) -> Cost:
-    """Multiply-accumulates for one example: `macs` of convolutions and linear modules; the rest of `total` is fixed."""
-    modules = dict(model.named_modules())
-    terms = _Terms(groups)
-    counted = 0.0
-    for name, count in macs.items():
-        sizes = side_sizes(modules[name])
-        if "in" in sizes:
-            counted += terms.pairs(name, sizes, count / (sizes["in"] * sizes["out"]))
-        else:
-            counted += terms.each(name, sizes["out"], count / sizes["out"])
-    return terms.cost(total - counted)
-
-
-def params_cost(model: nn.Module, groups: Sequence[Group]) -> Cost:
-    """Number of parameters."""
-    modules = dict(model.named_modules())
-    terms = _Terms(groups)
-    counted = 0.0
-    for name in dict.fromkeys(name for name, _ in terms.counts):
-        sizes = side_sizes(modules[name])
-        vectors = sum(p.numel() for p in modules[name].parameters(recurse=False))
-        if "in" in sizes:
-            weights = modules[name].weight.numel()  # type: ignore[operator, union-attr]
-            counted += terms.pairs(name, sizes, weights / (sizes["in"] * sizes["out"]))
-            vectors -= weights
-        counted += terms.each(name, sizes["out"], vectors / sizes["out"])
-    return terms.cost(sum(p.numel() for p in model.parameters()) - counted)
+def polynomial(terms: Iterable[tuple[float, Sequence[Label]]], atoms: Sequence[Atom]) -> Cost:
+    """The cost of terms (coefficient, labels), each the product of what remains of its axes; atoms have the gates."""
+    result = _Terms(atoms)
+    for times, labels in terms:
+        for choice in product(*(result.alternatives(label) for label in labels)):
+            result.add(times * math.prod(factor for factor, _ in choice), [c for _, counts in choice for c in counts])
+    return result.cost()
 
 
 def unit_counts(unit: Tensor, offset: int, total: int) -> Tensor:
@@ -87,64 +81,124 @@ def unit_counts(unit: Tensor, offset: int, total: int) -> Tensor:
     return torch.bincount(unit[unit >= 0] + offset, minlength=total).double()
 
 
-class _Terms:
-    """The terms of a cost, collected layer by layer."""
+Count = tuple[float, Tensor]
+"""A constant, and the number of indices (U,) that each open unit adds to it."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self.total = sum(group.units for group in groups)
-        self.counts: dict[tuple[str, Side], Tensor] = {}
+
+class _Terms:
+    """The terms of a cost, collected one by one."""
+
+    def __init__(self, atoms: Sequence[Atom]) -> None:
+        self.total = sum(atom.size for atom in atoms)
+        self.place: dict[Atom, slice] = {}
         offset = 0
-        for group in groups:
-            for piece in group.slices:
-                key = (piece.module, piece.side)
-                self.counts[key] = self.counts.get(key, 0) + unit_counts(piece.unit, offset, self.total)
-            offset += group.units
+        for atom in atoms:
+            self.place[atom] = slice(offset, offset + atom.size)
+            offset += atom.size
+        self.const = 0.0
         self.linear = torch.zeros(self.total, dtype=torch.float64)
         self.square = self.linear.clone()
-        self.signals: dict[bytes, tuple[int, Tensor]] = {}
-        self.rows: list[tuple[float, float, int, float, int]] = []
-        self.fixed = 0.0
-        self.signal(self.linear)
+        self.counts: dict[tuple[float, bytes], tuple[int, Count]] = {}
+        self.common: dict[bytes, tuple[int, Tensor]] = {}
+        self.rows: list[tuple[float, list[int]]] = []
+        self.shared: list[tuple[float, int, list[int]]] = []
+        self.index((1.0, self.linear))
 
-    def signal(self, counts: Tensor) -> int:
-        """Column of a vector of counts; equal vectors share one."""
-        return self.signals.setdefault(counts.numpy().tobytes(), (len(self.signals), counts.clone()))[0]
+    def index(self, count: Count) -> int:
+        """Number of a count; equal ones share one."""
+        base, units = count
+        return self.counts.setdefault((base, units.numpy().tobytes()), (len(self.counts), (base, units.clone())))[0]
 
-    def each(self, name: str, size: int, weight: float) -> float:
-        """Add `weight` for each of the `size` output channels of a module; returns the sum with open gates."""
-        counts = self.counts.get((name, "out"))
-        if counts is None:
-            return 0.0
-        self.linear += weight * counts
-        self.fixed += weight * (size - float(counts.sum()))
-        return weight * size
+    def alternatives(self, label: Label) -> list[tuple[float, list[Count]]]:
+        """An axis as a sum of products: (coefficient, counts) of each."""
+        affine, units, result = 0.0, torch.zeros_like(self.linear), []
+        for factor, gated in (found for segment in label for found in self._monomials(segment)):
+            if not gated:
+                affine += factor
+            elif len(gated) == 1:
+                units[self.place[gated[0]]] += factor
+            else:
+                result.append((factor, [self._atom(atom) for atom in gated]))
+        if affine or bool(units.any()):
+            result.append((1.0, [(affine, units)]))
+        return result
 
-    def pairs(self, name: str, sizes: dict[Side, int], weight: float) -> float:
-        """Add `weight` for each pair of input and output channel of a module; returns the sum with open gates."""
-        zero = torch.zeros_like(self.linear)
-        into, out = (self.counts.get((name, side), zero) for side in ("in", "out"))
-        if not bool(into.any()) and not bool(out.any()):
-            return 0.0
-        self.square += weight * into * out
-        in_const, out_const = sizes["in"] - float(into.sum()), sizes["out"] - float(out.sum())
-        self.rows.append((weight, in_const, self.signal(into), out_const, self.signal(out)))
-        return weight * sizes["in"] * sizes["out"]
+    def _atom(self, atom: Atom) -> Count:
+        units = torch.zeros_like(self.linear)
+        units[self.place[atom]] = 1
+        return 0.0, units
 
-    def cost(self, const: float) -> Cost:
-        """The finished cost with the constant `const` for everything without gates."""
-        table = torch.tensor(self.rows, dtype=torch.float64).view(-1, 5)
-        pair, in_const, in_signal, out_const, out_signal = table.unbind(1)
-        signals = torch.stack([counts for _, counts in self.signals.values()], dim=1)
+    def _monomials(self, segment: Segment) -> list[tuple[float, list[Atom]]]:
+        """A segment as a sum of products of constants and gated atoms."""
+        result: list[tuple[float, list[Atom]]] = [(1.0, [])]
+        for atom in segment:
+            atom = atom.find()
+            if atom in self.place:
+                inner = [(1.0, [atom])]
+            elif not atom.parts:
+                inner = [(float(atom.size), [])]
+            elif atom.summed:
+                inner = [found for part in atom.parts for found in self._monomials((part,))]
+            else:
+                inner = self._monomials(tuple(atom.parts))
+            result = _gathered((a * b, [*x, *y]) for a, x in result for b, y in inner)
+        return result
+
+    def add(self, factor: float, counts: list[Count]) -> None:
+        """Add a product of counts."""
+        gated = []
+        for base, units in counts:
+            if bool(units.any()):
+                gated.append((base, units))
+            else:
+                factor *= base
+        if not gated:
+            self.const += factor
+        elif len(gated) == 1:
+            self.const += factor * gated[0][0]
+            self.linear += factor * gated[0][1]
+        else:
+            self.rows.append((factor, [self.index(count) for count in gated]))
+            for i, j in combinations(range(len(gated)), 2):
+                both = gated[i][1] * gated[j][1]
+                others = [self.index(count) for k, count in enumerate(gated) if k not in (i, j)]
+                if bool(both.any()) and others:
+                    column = self.common.setdefault(both.numpy().tobytes(), (len(self.common), both))[0]
+                    self.shared.append((factor, column, others))
+                elif bool(both.any()):
+                    self.square += factor * both
+
+    def cost(self) -> Cost:
+        """The finished cost."""
+        counts = [count for _, count in self.counts.values()]
+        common = [both for _, both in self.common.values()]
         result = Cost(
-            0.0,
-            torch.tensor(const + self.fixed, dtype=torch.float64),
-            self.linear,
-            self.square,
-            signals,
-            pair,
-            in_const,
-            in_signal.long(),
-            out_const,
-            out_signal.long(),
+            dense=0.0,
+            const=torch.tensor(self.const, dtype=torch.float64),
+            linear=self.linear,
+            square=self.square,
+            base=torch.tensor([base for base, _ in counts], dtype=torch.float64),
+            signals=torch.stack([units for _, units in counts], dim=1),
+            weight=torch.tensor([factor for factor, _ in self.rows], dtype=torch.float64),
+            factors=_table([found for _, found in self.rows]),
+            common=torch.stack(common, dim=1) if common else self.linear.new_zeros(self.total, 0),
+            shared_weight=torch.tensor([factor for factor, _, _ in self.shared], dtype=torch.float64),
+            shared=torch.tensor([column for _, column, _ in self.shared], dtype=torch.int64),
+            shared_factors=_table([others for _, _, others in self.shared]),
         )
         return replace(result, dense=result.expected(torch.ones(self.total, dtype=torch.float64)).item())
+
+
+def _gathered(monomials: Iterable[tuple[float, list[Atom]]]) -> list[tuple[float, list[Atom]]]:
+    """Monomials with equal atoms added up."""
+    result: dict[tuple[int, ...], tuple[float, list[Atom]]] = {}
+    for factor, atoms in monomials:
+        key = tuple(map(id, atoms))
+        result[key] = (result.get(key, (0.0, atoms))[0] + factor, atoms)
+    return list(result.values())
+
+
+def _table(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Rows of unequal length as int64 (rows, longest), filled up with count 0, which is 1."""
+    longest = max(map(len, rows), default=1)
+    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=torch.int64).view(-1, longest)

@@ -5,6 +5,7 @@ onnxruntime's fast convolutions work on blocks of 4 channels, tensor cores on 8;
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from dllp.errors import StructureError
 from dllp.structure.groups import Structure
-from dllp.structure.slicing import Fold, Recipe, cut, fold_in, recipe, restrict
+from dllp.structure.slicing import Fold, Recipe, cut, fold_in, kept_indices, recipe, restrict
 
 
 def widened(structure: Structure, keep: Tensor, steps: Sequence[int], priority: Tensor | None = None) -> Tensor:
@@ -26,7 +27,7 @@ def widened(structure: Structure, keep: Tensor, steps: Sequence[int], priority: 
 
 def closing_fold(network: nn.Module, structure: Structure, wide: Tensor, keep: Tensor) -> tuple[Fold, Tensor]:
     """The fold of a network that was cut to the units of `wide` (U,), and its gates: 0 for units not in `keep` (U,)."""
-    groups = restrict(structure.groups, wide, recipe(network, structure.groups, wide))
+    groups = restrict(structure.groups, wide)
     return Fold(network, groups), keep[wide].float()
 
 
@@ -82,12 +83,15 @@ def _macs(structure: Structure, keep: Tensor) -> float:
 def kept_units(model: nn.Module, structure: Structure, kept: Recipe) -> Tensor:
     """The units (U,) bool that a recipe keeps; refuses a recipe that was not made from these groups."""
     keep = torch.ones(structure.units, dtype=torch.bool)
+    places = kept_indices(model, kept)
+    shapes = {name: tensor.shape for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     for group, part in zip(structure.groups, structure.slices, strict=True):
-        channels = kept.get(group.name, {}).get("out")
-        if channels is not None:
-            unit = next(p.unit for p in group.slices if p.side == "out" and p.module == group.name)[channels]
-            keep[part] = False
-            keep[unit[unit >= 0] + part.start] = True
+        piece = next(piece for piece in group.slices if piece.role == "write")
+        shape = shapes[piece.name]
+        left = places[piece.name] // math.prod(shape[piece.axis + 1 :]) % shape[piece.axis]
+        unit = piece.unit[left.unique()]
+        keep[part] = False
+        keep[unit[unit >= 0] + part.start] = True
     if recipe(model, structure.groups, keep) != kept:
         raise StructureError("the kept channels do not fit the network's groups: pad_to and round_to need a run's own")
     return keep

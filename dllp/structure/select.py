@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dllp.errors import StructureError
 from dllp.structure.cost import Cost
-from dllp.structure.coupling import OUTPUT, UNREAD
-from dllp.structure.groups import WEIGHTS_INSTEAD, Structure
+from dllp.structure.groups import OUTPUT, UNREAD, WEIGHTS_INSTEAD, Structure
 
 NEAR = 0.005
 """A budget counts as met when at most this fraction of the dense cost is left unused."""
@@ -82,26 +82,30 @@ def _fill(
     kept: Tensor, ranking: list[tuple[int, Tensor]], cost: Cost, budget: float, closed: set[int]
 ) -> tuple[Tensor, float]:
     """Take chunks in order while they fit, and return their cost; a group whose next chunk does not fit is closed."""
-    signals = cost.signals.numpy()
-    linear, pair = cost.linear.numpy(), cost.pair.numpy()
-    in_signal, out_signal = cost.in_signal.numpy(), cost.out_signal.numpy()
-    counts = kept.double().numpy() @ signals
-    inputs = cost.in_const.numpy() + counts[in_signal]
-    outputs = cost.out_const.numpy() + counts[out_signal]
+    signals, weight, linear = cost.signals.numpy(), cost.weight.numpy(), cost.linear.numpy()
+    columns = [column.numpy() for column in cost.factors.unbind(1)]
+    counts = cost.base.numpy() + kept.double().numpy() @ signals
+    products = _products(counts, columns, weight)
     now = cost.expected(kept.double()).item()
     kept = kept.clone()
     for owner, chunk in ranking:
         if owner in closed or bool(kept[chunk[0]]):
             continue
         index = chunk.numpy()
-        step = signals[index].sum(0)
-        more_in, more_out = step[in_signal], step[out_signal]
-        delta = pair @ (more_in * (outputs + more_out) + inputs * more_out) + linear[index].sum()
+        more = counts + signals[index].sum(0)
+        larger = _products(more, columns, weight)
+        delta = (larger - products).sum() + linear[index].sum()
         if now + delta > budget:
             closed.add(owner)
             continue
         now += delta
-        inputs += more_in
-        outputs += more_out
+        counts, products = more, larger
         kept[chunk] = True
     return kept, now
+
+
+def _products(counts: np.ndarray, columns: list[np.ndarray], weight: np.ndarray) -> np.ndarray:
+    """The terms of a cost at hard gates."""
+    for column in columns:
+        weight = counts[column] * weight
+    return weight

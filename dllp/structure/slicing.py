@@ -1,14 +1,15 @@
-"""The cut of a network to its kept channels, and the gated network that equals it.
+"""The cut of a network to its kept units, and the gated network that equals it.
 
-A channel that no layer reads has no effect, so gates multiply the input axis of every weight that mixes channels;
-operations on single channels (norms, activations, depth-wise convolutions, pooling) need none.
+A unit that no layer reads has no effect, so gates multiply every weight along the axis that it is read by; operations
+on single channels (activations, batch norms, depth-wise convolutions, pooling) need none. Means over units, as layer
+norms take them, are gated by themselves (:mod:`dllp.structure.means`).
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -21,29 +22,55 @@ from torch.utils._pytree import tree_leaves
 
 from dllp.errors import StructureError, first_line
 from dllp.records import Recipe
+from dllp.structure import attributes
+from dllp.structure.means import GATE, gate_means, plain_means
 
 Side = Literal["out", "in"]
+Role = Literal["write", "read", "mean", "size"]
 
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """One side of one module that a group cuts; `unit` (channels of the side,) maps each channel to its unit.
+    """One axis that a group cuts; `unit` (size of the axis,) maps each index to its unit, -1 where it has none.
 
-    `unit` is -1 for a channel of another group (concatenations). Per-channel modules have the side `out` only.
+    Attributes:
+        name: A parameter or buffer; of a `mean` the module that takes it, of a `size` the module and its attribute.
+        axis: Axis of the tensor; of a mean counted from the last one; of a size the position in the attribute.
+        role: `read` for an axis of a parameter that is added up, where gates multiply; `write` for any other.
     """
 
-    module: str
-    side: Side
+    name: str
+    axis: int
     unit: Tensor
+    role: Role = "write"
+
+    @property
+    def module(self) -> str:
+        """The module that has the tensor, takes the mean or has the attribute."""
+        if self.role == "size":
+            return self.name.partition(":")[0]
+        return self.name if self.role == "mean" else self.name.rpartition(".")[0]
+
+    @property
+    def key(self) -> tuple[bool, str, int]:
+        """What is cut: slices of several groups may cut one axis."""
+        return self.role in ("write", "read"), self.name, self.axis
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Coupled channels in units that can only be removed as one; `name` is the first layer that produces them."""
+    """Units that are cut alike; `name` is the first layer that makes them.
+
+    Attributes:
+        width: Output channels of that layer for each unit.
+        kind: `channel`, `head` where products are computed for each unit by itself, `width` under a norm.
+    """
 
     name: str
     units: int
     slices: tuple[Slice, ...]
+    width: int = 1
+    kind: str = "channel"
 
 
 def is_depthwise(module: nn.Module) -> bool:
@@ -51,8 +78,15 @@ def is_depthwise(module: nn.Module) -> bool:
     return isinstance(module, _ConvNd) and 1 < module.groups == module.in_channels == module.out_channels
 
 
+def _multiplies(module: nn.Module) -> bool:
+    """True if a convolution makes several output channels of each input channel by itself."""
+    return isinstance(module, _ConvNd) and 1 < module.groups == module.in_channels != module.out_channels
+
+
 def side_sizes(module: nn.Module) -> dict[Side, int]:
-    """Number of channels on each side that can be cut; empty for a module that cannot be cut."""
+    """Number of channels on each side that a recipe can name; empty for modules whose tensors it names."""
+    if _multiplies(module):
+        return {}
     if isinstance(module, _ConvNd):
         sizes: dict[Side, int] = {"out": module.out_channels}
         return sizes if is_depthwise(module) else {**sizes, "in": module.in_channels}
@@ -65,44 +99,86 @@ def side_sizes(module: nn.Module) -> dict[Side, int]:
     return {}
 
 
-def recipe(model: nn.Module, groups: Sequence[Group], keep: Tensor) -> Recipe:
-    """keep (U,) bool, groups concatenated in order -> kept channels of every side that loses some."""
-    kept: dict[tuple[str, Side], Tensor] = {}
+def masks(groups: Sequence[Group], keep: Tensor) -> dict[tuple[bool, str, int], Tensor]:
+    """keep (U,) bool, groups concatenated in order -> what remains of every axis, bool (size,), by its slices' key."""
+    result: dict[tuple[bool, str, int], Tensor] = {}
     parts = keep.detach().to("cpu", torch.bool).split([group.units for group in groups])
     for group, part in zip(groups, parts, strict=True):
         padded = torch.cat([part, torch.ones(1, dtype=torch.bool)])  # unit -1 reads the last entry
         for piece in group.slices:
-            mask = padded[piece.unit]
-            key = (piece.module, piece.side)
-            kept[key] = kept[key] & mask if key in kept else mask
-    result: Recipe = {}
-    for (module, side), mask in kept.items():
-        if not mask.all():
-            result.setdefault(module, {})[side] = mask.nonzero().flatten().tolist()
+            found = padded[piece.unit]
+            result[piece.key] = result[piece.key] & found if piece.key in result else found
     return result
 
 
-def copied(model: nn.Module) -> nn.Module:
+def recipe(model: nn.Module, groups: Sequence[Group], keep: Tensor) -> Recipe:
+    """keep (U,) bool, groups concatenated in order -> what is kept of every module that loses something.
+
+    By module: kept channels of the sides `out` and `in` of convolutions, linear layers and batch norms, kept indices of
+    other tensors as `tensor.axis`, and new values of integer attributes as `.attribute`.
+    """
+    modules = dict(model.named_modules())
+    result: Recipe = {}
+    for (tensor, name, axis), mask in masks(groups, keep).items():
+        if mask.all():
+            continue
+        if not tensor:
+            module, colon, path = name.partition(":")
+            if colon:
+                found = result.setdefault(module, {})
+                old = attributes.read(modules[module], path) or []
+                found.setdefault(f".{path}", old)[axis] = int(mask.sum())
+            continue
+        module, _, parameter = name.rpartition(".")
+        side, times = _side(modules[module], parameter, axis)
+        kept = mask.repeat(times).nonzero().flatten().tolist()
+        result.setdefault(module, {})[side or f"{parameter}.{axis}"] = kept
+    return result
+
+
+def _side(module: nn.Module, parameter: str, axis: int) -> tuple[Side | None, int]:
+    """The side of a module that an axis of its tensor is, and how often the axis is repeated there."""
+    if parameter == "weight" and isinstance(module, _ConvNd) and axis < 2 and not _multiplies(module):
+        first: Side = "in" if isinstance(module, _ConvTransposeNd) and not is_depthwise(module) else "out"
+        second: Side = "out" if first == "in" else "in"
+        return (first, 1) if axis == 0 else (second, module.groups)
+    if parameter == "weight" and isinstance(module, nn.Linear):
+        return ("in" if axis else "out"), 1
+    return ("out", 1) if side_sizes(module) and axis == 0 else (None, 1)
+
+
+def copied(model: nn.Module, *, shared: bool = False) -> nn.Module:
     """A deep copy; tensors that a forward stored on modules (features, weights from hooks) are detached.
 
-    PyTorch refuses to copy a tensor that was computed with gradients.
+    PyTorch refuses to copy a tensor that was computed with gradients. With `shared` the parameters are new objects in
+    the memory of the old ones.
     """
     stored = [value for m in model.modules() for k, value in vars(m).items() if k not in ("_modules", "_parameters")]
     computed = [leaf for leaf in tree_leaves(stored) if isinstance(leaf, Tensor) and not leaf.is_leaf]
+    memo = {id(tensor): tensor.detach().clone() for tensor in computed}
+    if shared:
+        memo |= {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in model.parameters()}
     try:
-        return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in computed})
+        return copy.deepcopy(model, memo)
     except Exception as error:
         raise StructureError(f"the network cannot be copied: {first_line(error)}") from error
 
 
-def cut(model: nn.Module, recipe: Recipe) -> nn.Module:
-    """A deep copy with only the kept channels of each side in `recipe`; the model itself is left unchanged."""
-    result = copied(model)
+def cut(model: nn.Module, recipe: Recipe, *, shared: bool = False) -> nn.Module:
+    """A deep copy with only what `recipe` keeps of each module; the model itself is left unchanged.
+
+    With `shared` parameters that lose nothing stay in the model's own memory.
+    """
+    result = copied(model, shared=shared)
     modules = dict(result.named_modules())
-    for name, sides in recipe.items():
+    for name, entries in recipe.items():
         if name not in modules:
             raise StructureError(f"the network has no module {name!r}: the recipe was made for another network")
-        _cut_module(modules[name], _checked(name, modules[name], sides))
+        _cut_module(modules[name], _checked(name, modules[name], entries))
+    lost = {id(modules[name]._parameters.get("weight")) for name in recipe}
+    for module in modules.values():  # others may share a weight that was cut
+        if id(getattr(module, "weight", None)) in lost:
+            _resize(module)
     return result
 
 
@@ -120,19 +196,37 @@ def kept_indices(model: nn.Module, recipe: Recipe) -> dict[str, Tensor]:
     return {name: tensor.data.long() for name, tensor in named}
 
 
-def _checked(name: str, module: nn.Module, sides: Mapping[str, list[int]]) -> dict[str, Tensor]:
-    """Kept channels of each side as int64 vectors; StructureError for a recipe (read from a file) that cannot be."""
+def _checked(name: str, module: nn.Module, entries: Mapping[str, list[int]]) -> dict[str, Tensor]:
+    """The entries of a module as int64 vectors; StructureError for a recipe (read from a file) that cannot be."""
     sizes: dict[Any, int] = {**side_sizes(module)}
     result = {}
-    for side, kept in sides.items():
-        size = sizes.get(side, 0)
+    for entry, kept in entries.items():
+        result[entry] = torch.tensor(kept)
+        if entry.startswith("."):
+            old = attributes.read(module, entry[1:])
+            if old is None or len(old) != len(kept) or any(new < 1 for new in kept):
+                raise StructureError(f"the recipe of {name!r}, attribute {entry[1:]!r}, does not fit the network")
+            continue
+        tensor, _, axis = entry.rpartition(".")
+        if tensor:
+            shape = _own(module).get(tensor, torch.empty(())).shape
+            size = shape[int(axis)] if axis.isdecimal() and int(axis) < len(shape) else 0
+        else:
+            size = sizes.get(entry, 0)
         if not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= size:
-            raise StructureError(f"the recipe of {name!r}, side {side!r}, must list channels of 0..{size - 1} in order")
-        result[side] = torch.tensor(kept)
-        parts = 1 if is_depthwise(module) else getattr(module, "groups", 1)
-        if len(torch.bincount(result[side] // (size // parts), minlength=parts).unique()) > 1:
-            raise StructureError(f"the recipe of {name!r}, side {side!r}, must keep equally many of its {parts} groups")
+            what = f"axis {entry!r}" if tensor else f"side {entry!r}"
+            raise StructureError(f"the recipe of {name!r}, {what}, must list channels of 0..{size - 1} in order")
+        parts = 1 if tensor or is_depthwise(module) else getattr(module, "groups", 1)
+        if len(torch.bincount(result[entry] // (size // parts), minlength=parts).unique()) > 1:
+            raise StructureError(
+                f"the recipe of {name!r}, side {entry!r}, must keep equally many of its {parts} groups"
+            )
     return result
+
+
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers that belong to a module itself."""
+    return {name: t for held in (module._parameters, module._buffers) for name, t in held.items() if t is not None}
 
 
 def _replace(module: nn.Module, name: str, value: Tensor) -> None:
@@ -143,7 +237,39 @@ def _replace(module: nn.Module, name: str, value: Tensor) -> None:
     old.data = value
 
 
-def _cut_module(module: nn.Module, sides: dict[str, Tensor]) -> None:
+def _cut_module(module: nn.Module, entries: dict[str, Tensor]) -> None:
+    _cut_sides(module, {entry: kept for entry, kept in entries.items() if entry in ("out", "in")})
+    for entry, kept in entries.items():
+        if entry.startswith("."):
+            attributes.write(module, entry[1:], kept.tolist())
+        elif entry not in ("out", "in"):
+            tensor, _, axis = entry.rpartition(".")
+            value = getattr(module, tensor).data
+            _replace(module, tensor, value.index_select(int(axis), kept.to(value.device)))
+    if any(not entry.startswith(".") for entry in entries):
+        _resize(module)
+
+
+def _resize(module: nn.Module) -> None:
+    """Let the attributes of a plain layer say the shape that its tensors have."""
+    weight = getattr(module, "weight", None)
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = weight.shape  # type: ignore[union-attr]
+    elif _multiplies(module):
+        times = module.out_channels // module.groups  # type: ignore[operator]
+        module.groups = module.in_channels = weight.shape[0] // (1 if isinstance(module, _ConvTransposeNd) else times)  # type: ignore
+        module.out_channels = module.groups * times
+    elif isinstance(module, nn.RNNBase):
+        module.input_size = module._parameters["weight_ih_l0"].shape[1]  # type: ignore[union-attr]
+    elif isinstance(module, nn.Embedding):
+        module.embedding_dim = weight.shape[1]  # type: ignore[union-attr]
+    elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and weight is not None:
+        module.normalized_shape = tuple(weight.shape)
+    elif isinstance(module, nn.GroupNorm) and weight is not None:
+        module.num_channels = len(weight)
+
+
+def _cut_sides(module: nn.Module, sides: dict[str, Tensor]) -> None:
     out, into = sides.get("out"), sides.get("in")
     if out is not None:
         vectors = ("weight", "bias", "running_mean", "running_var")
@@ -159,7 +285,7 @@ def _cut_module(module: nn.Module, sides: dict[str, Tensor]) -> None:
         elif isinstance(module, _ConvNd) and is_depthwise(module):
             module.in_channels = module.out_channels = module.groups = len(out)
             return
-    if isinstance(module, (_ConvNd, nn.Linear)):
+    if sides and isinstance(module, (_ConvNd, nn.Linear)):
         _replace(module, "weight", _cut_weight(module, out, into))
         names = ("out_features", "in_features") if isinstance(module, nn.Linear) else ("out_channels", "in_channels")
         for key, kept in zip(names, (out, into), strict=True):
@@ -183,45 +309,51 @@ def _cut_weight(module: nn.Module, out: Tensor | None, into: Tensor | None) -> T
     return torch.cat([block[r][:, c] for block, r, c in zip(blocks, rows, columns, strict=True)])
 
 
-def restrict(groups: Sequence[Group], keep: Tensor, recipe: Recipe) -> list[Group]:
-    """keep (U,) bool and its recipe -> the groups of the cut network: the kept units, renumbered."""
-    result = []
+def restrict(groups: Sequence[Group], keep: Tensor) -> list[Group]:
+    """keep (U,) bool -> the groups of the cut network: the kept units, renumbered."""
+    left, result = masks(groups, keep), []
     for group, part in zip(groups, keep.cpu().split([group.units for group in groups]), strict=True):
         units = torch.cat([part.cumsum(0) - 1, torch.tensor([-1])])  # unit -1 reads the last entry
-        slices = []
-        for piece in group.slices:
-            kept = recipe.get(piece.module, {}).get(piece.side)
-            old = piece.unit if kept is None else piece.unit[kept]
-            slices.append(Slice(piece.module, piece.side, units[old]))
-        result.append(Group(group.name, int(part.sum()), tuple(slices)))
+        slices = tuple(replace(piece, unit=units[piece.unit[left[piece.key]]]) for piece in group.slices)
+        result.append(replace(group, units=int(part.sum()), slices=slices))
     return result
 
 
 class Fold:
-    """Gates folded into the weights that read the gated channels, along their input axis."""
+    """Gates folded into the weights that read the gated units, and into the means that are taken over them.
+
+    Attributes:
+        names: Parameters that a call returns.
+        axes: Modules that take means over gated units, and the axis of each, counted from the last one.
+    """
 
     def __init__(self, model: nn.Module, groups: Sequence[Group]) -> None:
         total = sum(group.units for group in groups)
-        index: dict[str, Tensor] = {}
-        self._shapes: list[tuple[int, ...]] = []
+        index: dict[tuple[str, int], list[Tensor]] = {}
+        means: dict[tuple[str, int], list[Tensor]] = {}
         offset = 0
         for group in groups:
             for piece in group.slices:
-                if piece.side == "in":
-                    full = index.setdefault(piece.module, torch.full_like(piece.unit, total))
-                    full[piece.unit >= 0] = piece.unit[piece.unit >= 0] + offset
+                if piece.role in ("read", "mean"):
+                    found = (index if piece.role == "read" else means).setdefault((piece.name, piece.axis), [])
+                    _lay(found, piece.unit, offset, total)
             offset += group.units
-        for name in index:
-            module = model.get_submodule(name)
-            axis = 0 if isinstance(module, _ConvTransposeNd) else 1
-            shape = [1] * module.weight.dim()  # type: ignore[union-attr, operator]
-            shape[axis] = module.weight.shape[axis]  # type: ignore[union-attr, index, assignment]
-            # Every group of a grouped convolution loses the same local channels: those of the first stand for all.
-            index[name] = index[name][: shape[axis]]
-            self._shapes.append(tuple(shape))
-        self.names: list[str] = [f"{name}.weight" for name in index]
-        self._sizes = [len(i) for i in index.values()]
-        self._index = torch.cat(list(index.values())) if index else torch.zeros(0, dtype=torch.int64)
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        alike = {found[0]: found for found in names.values()}
+        ranks = {name: parameter.dim() for name, parameter in model.named_parameters()}
+        self._entries = [
+            (name, tuple(-1 if d == axis else 1 for d in range(ranks[name])), len(found))
+            for (name, axis), found in index.items()
+        ]
+        self._means = [(name, len(found)) for (name, _), found in means.items()]
+        self.axes = {name: axis for name, axis in means}
+        self._alike = {name: alike[name] for name in dict.fromkeys(name for name, _ in index)}
+        self.names: list[str] = [other for found in self._alike.values() for other in found]
+        vectors = [vector for found in (*index.values(), *means.values()) for vector in found]
+        self._sizes = [len(vector) for vector in vectors]
+        self._index = torch.cat(vectors) if vectors else torch.zeros(0, dtype=torch.int64)
 
     def to(self, device: torch.device | str) -> Fold:
         """The same fold with its indices on `device`."""
@@ -230,14 +362,40 @@ class Fold:
         return result
 
     def __call__(self, parameters: Mapping[str, Tensor], gates: Tensor) -> dict[str, Tensor]:
-        """gates (U,) -> the effective weight of every parameter in `names`, in the weight's own dtype."""
+        """gates (U,) -> the effective weight of every parameter in `names`, in its own dtype, and the gates of means.
+
+        A parameter that modules share is returned under each of its names.
+        """
         open_end = torch.cat([gates, gates.new_ones(1)])
-        factors = open_end.index_select(0, self._index).split(self._sizes)
-        result = {}
-        for name, shape, factor in zip(self.names, self._shapes, factors, strict=True):
-            weight = parameters[name]
-            result[name] = weight * factor.view(shape).to(weight.dtype)
+        factors = iter(open_end.index_select(0, self._index).split(self._sizes))
+        result: dict[str, Tensor] = {}
+        for name, shape, count in self._entries:
+            weight = result.get(name, parameters[name])
+            for _ in range(count):
+                weight = weight * next(factors).view(shape).to(weight.dtype)
+            result[name] = weight
+        for name, others in self._alike.items():
+            result.update(dict.fromkeys(others, result[name]))
+        for name, count in self._means:
+            gate = next(factors)
+            for _ in range(count - 1):
+                gate = gate * next(factors)
+            result[f"{name}.{GATE}" if name else GATE] = gate
         return result
+
+    def prepare(self, network: nn.Module) -> None:
+        """Let a network that is called with the results take gated means, in place."""
+        gate_means(network, self.axes)
+
+
+def _lay(vectors: list[Tensor], unit: Tensor, offset: int, total: int) -> None:
+    """Add the gates of a group to those of an axis: into the first vector whose entries there are still open."""
+    mine = unit >= 0
+    for vector in vectors:
+        if bool((vector[mine] == total).all()):
+            vector[mine] = unit[mine] + offset
+            return
+    vectors.append(torch.where(mine, unit + offset, total))
 
 
 class WeightFold:
@@ -270,18 +428,28 @@ class WeightFold:
 
 @torch.no_grad()
 def fold_in(network: nn.Module, fold: Fold | WeightFold, gates: Tensor) -> tuple[str, ...]:
-    """Multiply a network's weights by their gates (U,) in place; the names of the parameters."""
+    """Multiply a network's weights by their gates (U,) in place, and gate its means; the names of the parameters."""
     parameters = dict(network.named_parameters())
     weights = fold(parameters, gates)
-    for name, weight in weights.items():
-        parameters[name].copy_(weight)
+    for name in parameters.keys() & weights.keys():
+        parameters[name].copy_(weights[name])
+    if isinstance(fold, Fold):
+        fold.prepare(network)
+        for name in fold.axes:
+            setattr(network.get_submodule(name), GATE, weights[f"{name}.{GATE}" if name else GATE])
+        return tuple(fold.names)
     return tuple(weights)
 
 
 def gated_outputs(model: nn.Module, groups: Sequence[Group], gates: Tensor, inputs: tuple[Any, ...]) -> list[Tensor]:
-    """All output tensors of a network whose channels are gated by `gates` (U,)."""
-    weights = Fold(model, groups).to(gates.device)(dict(model.named_parameters()), gates)
-    return _tensors(functional_call(model, weights, inputs))
+    """All output tensors of a network whose units are gated by `gates` (U,)."""
+    fold = Fold(model, groups).to(gates.device)
+    weights = fold(dict(model.named_parameters()), gates)
+    fold.prepare(model)
+    try:
+        return tensors(functional_call(model, weights, inputs, tie_weights=False))
+    finally:
+        plain_means(model)
 
 
 def difference(model: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...]) -> float | None:
@@ -291,18 +459,23 @@ def difference(model: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: 
     """
     with torch.no_grad():
         gates = keep.to(next(model.parameters()).device, torch.float64)
-        expected = gated_outputs(model, groups, gates, inputs)
-        actual = _tensors(cut(model, recipe(model, groups, keep))(*inputs))
-        if [a.shape for a in actual] != [e.shape for e in expected]:
-            return None
-        worst = 0.0
-        for a, e in zip(actual, expected, strict=True):
-            gap = (a.double() - e.double()).abs().max().item() if a.numel() else 0.0
-            if gap != gap:
-                return float("inf")
-            worst = max(worst, gap / max(e.abs().max().item(), 1e-300) if gap else 0.0)
+        actual = tensors(cut(model, recipe(model, groups, keep))(*inputs))
+        return gap(actual, gated_outputs(model, groups, gates, inputs))
+
+
+def gap(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float | None:
+    """Largest difference of outputs relative to the largest of them; infinite for NaN, None where shapes differ."""
+    if [a.shape for a in actual] != [e.shape for e in expected]:
+        return None
+    worst = 0.0
+    for a, e in zip(actual, expected, strict=True):
+        found = (a.double() - e.double()).abs().max().item() if a.numel() else 0.0
+        if found != found:
+            return float("inf")
+        worst = max(worst, found / max(e.abs().max().item(), 1e-300) if found else 0.0)
     return worst
 
 
-def _tensors(output: Any) -> list[Tensor]:
+def tensors(output: Any) -> list[Tensor]:
+    """All tensors in what a network returns."""
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

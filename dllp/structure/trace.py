@@ -1,25 +1,20 @@
-"""One observed forward of a single example: calls, multiply-accumulates, zero-pad shortcuts; checks of networks."""
+"""Checks of a network and its inputs before it is traced, and errors of its forward explained."""
 
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from dllp.devices.device import undisturbed
 from dllp.errors import StructureError, first_line
-from dllp.structure.slicing import copied, side_sizes
+from dllp.structure.axes import Trace, trace
+from dllp.structure.slicing import copied
 
 UNFIT = (RuntimeError, NotImplementedError, ValueError, IndexError)
 """Errors of a forward pass on inputs that do not fit; their subclasses (out of memory) have other causes."""
@@ -60,7 +55,7 @@ def first_example(model: nn.Module, example: Tensor | tuple) -> tuple[Any, ...]:
 
 @contextmanager
 def isolated(model: nn.Module) -> Iterator[None]:
-    """Restore random states afterwards, enable gradients (the graph is read from autograd), silence warnings."""
+    """Restore random states afterwards, enable gradients, silence warnings."""
     devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
     ordinals = sorted(d.index or 0 for d in devices)
     with torch.random.fork_rng(devices=ordinals), undisturbed(), warnings.catch_warnings():
@@ -94,55 +89,12 @@ def check_network(model: object) -> None:
 
 
 def trainable_copy(model: nn.Module) -> nn.Module:
-    """A copy in eval mode with every parameter trainable, since Torch-Pruning overlooks frozen layers."""
+    """A copy in eval mode with every parameter trainable."""
     result = copied(model).eval()
     for parameter in result.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
         parameter.grad = None
     return result
-
-
-class _ZeroPad(TorchFunctionMode):
-    """Detects tensors that a forward pads with zero channels and then adds to others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.padded: list[Tensor] = []
-        self.found = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "").strip("_")
-        if name in ("pad", "cat", "concat", "concatenate") and args and isinstance(result, Tensor) and result.dim() > 1:
-            parts = [args[0]] if name == "pad" else list(args[0])
-            blank = name == "pad" or any(not t.requires_grad and not bool(t.any()) for t in parts)
-            if blank and result.shape[1] > parts[0].shape[1]:
-                self.padded.append(result)
-        elif name in ("add", "iadd", "radd"):
-            self.found |= any(a is p for a in args for p in self.padded)
-        return result
-
-
-@dataclass
-class Trace:
-    """Record of one forward of a single example; `macs` of each layer are in the order of execution."""
-
-    macs: dict[str, float] = field(default_factory=dict)
-    calls: Counter[str] = field(default_factory=Counter)
-    total: float = 0.0
-    zero_pad: bool = False
-
-
-@contextmanager
-def _countable(model: nn.Module) -> Iterator[None]:
-    """Compute recurrent layers and attention by matrix products, since the counter does not see fused kernels."""
-    plain = not any(isinstance(module, nn.RNNBase) for module in model.modules())
-    with (
-        torch.backends.mkldnn.flags(enabled=plain),
-        torch.backends.cudnn.flags(enabled=plain),
-        sdpa_kernel(SDPBackend.MATH),
-    ):
-        yield
 
 
 def misfit(model: nn.Module, inputs: list[Tensor], error: Exception) -> str:
@@ -158,38 +110,16 @@ def misfit(model: nn.Module, inputs: list[Tensor], error: Exception) -> str:
 
 
 def observe(model: nn.Module, inputs: tuple[Any, ...]) -> Trace:
-    """Run one forward and record it by hooks; StructureError where the network cannot take the inputs."""
-    trace = Trace()
-
-    def hook(name: str, module: nn.Module) -> Callable[..., None]:
-        def record(_: nn.Module, args: Any, output: Any) -> None:
-            trace.calls[name] += 1
-            if isinstance(module, (_ConvNd, nn.Linear)):
-                # A weight is used once for each output position (each input position where transposed).
-                if isinstance(module, _ConvTransposeNd):
-                    positions = args[0].numel() / module.in_channels
-                else:
-                    positions = output.numel() / side_sizes(module)["out"]
-                trace.macs[name] = trace.macs.get(name, 0.0) + positions * module.weight.numel()
-
-        return record
-
-    watched = [(n, m) for n, m in model.named_modules() if side_sizes(m) or not list(m.children())]
-    handles = [module.register_forward_hook(hook(name, module)) for name, module in watched]
+    """Run a network in evaluation mode and label its axes; StructureError where it cannot take the inputs."""
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     versions = [x._version for x in tensors]
     try:
-        with _countable(model), FlopCounterMode(display=False) as counter, _ZeroPad() as pads:
-            output = model(*inputs)
+        output = trainable_copy(model)(*inputs)
     except Exception as error:
         raise StructureError(misfit(model, tensors, error)) from error
-    finally:
-        for handle in handles:
-            handle.remove()
     if versions != [x._version for x in tensors]:  # every particle would see the changes of those before it
         raise StructureError("the network changes its inputs in place: let its forward begin with x = x.clone()")
-    if trace.macs and not any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(output)):
+    found = trace(copied(model).eval(), inputs)
+    if found.products and not any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(output)):
         raise StructureError("the network's graph cannot be traced: its forward switches gradients off")
-    trace.total = counter.get_total_flops() / 2
-    trace.zero_pad = pads.found
-    return trace
+    return found

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from dllp.records import ExtractedParticle, Size
-from dllp.structure.groups import verify
+from dllp.structure.means import plain_means
 from dllp.structure.slicing import copied, cut, fold_in
+from dllp.structure.verification import verify
 from dllp.training.gating import ChannelGating, WeightGating
 from dllp.training.particles import Particles
 
@@ -33,6 +34,7 @@ def extract(
 def plain(network: nn.Module) -> nn.Module:
     """A copy on the CPU in evaluation mode that shares no memory with the rows and holds no gradients."""
     network = copied(network).cpu().eval()
+    plain_means(network)
     for parameter in network.parameters():
         parameter.data = parameter.data.contiguous()
         parameter.grad = None

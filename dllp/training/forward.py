@@ -42,6 +42,9 @@ class Forward:
         self.lane = 8 if cuda else 1  # widths that tensor cores like
         self.closed: list[tuple[Fold, Tensor]] = []
         self._views: dict[int, tuple[nn.Module, list[Tensor | None]]] = {}
+        if isinstance(gating, ChannelGating):
+            for network in particles.networks:
+                gating.fold.prepare(network)
         self._fused = cuda and config.engine != "eager" and fuse.available()
         self._recompute = recompute.Recompute()
         self.stages = recompute.stages(particles.networks[0]) if config.recompute else []

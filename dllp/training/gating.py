@@ -18,7 +18,7 @@ from dllp.errors import StructureError
 from dllp.structure.groups import FilterFn, Structure, allowed
 from dllp.structure.padding import closing_fold, widened
 from dllp.structure.select import select
-from dllp.structure.slicing import Fold, Recipe, WeightFold, recipe
+from dllp.structure.slicing import Fold, Recipe, Slice, WeightFold, recipe
 from dllp.training.particles import Layout, kept_coordinates
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.modules.instancenorm._InstanceNorm)
@@ -212,23 +212,33 @@ def _why_whole(
 def channel_scales(
     model: nn.Module, structure: Structure, layout: Layout, device: torch.device, *, norms: bool = True
 ) -> Scales:
-    """RMS of each unit's normalisation scales; of its filters where none reads it, or `norms` is False."""
+    """RMS of each unit's normalisation scales; of what makes it where none reads it, or `norms` is False.
+
+    A weight that makes units of several groups (heads, and the values in each) counts for one of them, in turns.
+    """
     modules, everywhere = dict(model.named_modules()), torch.arange(layout.size)
     units, coordinates = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
-    for group, part in zip(structure.groups, structure.slices, strict=True):
-        outputs = [s for s in group.slices if s.side == "out" and f"{s.module}.weight" in layout.segments]
-        normed = torch.zeros(group.units, dtype=torch.bool)
-        for piece in (s for s in outputs if norms and isinstance(modules[s.module], NORMS)):
+    pieces = [
+        [p for p in group.slices if p.role == "write" and p.name in layout.segments and _makes(modules, p, layout)]
+        for group in structure.groups
+    ]
+    claims: dict[str, list[tuple[int, Slice]]] = {}
+    for g, group in enumerate(pieces):
+        for piece in group:
+            claims.setdefault(piece.name, []).append((g, piece))
+    for g, (group, part) in enumerate(zip(pieces, structure.slices, strict=True)):
+        normed = torch.zeros(part.stop - part.start, dtype=torch.bool)
+        for piece in (p for p in group if norms and isinstance(modules[p.module], NORMS)):
             normed[piece.unit[piece.unit >= 0]] = True
-        for piece in outputs:
-            module = modules[piece.module]
-            if isinstance(module, nn.PReLU):
-                continue
+        for piece in group:
             # a norm may read a part of the group only (split features): the others have their filters
-            chosen = (piece.unit >= 0) & (normed[piece.unit] == isinstance(module, NORMS))
-            index = filters(module, layout.segments[f"{piece.module}.weight"].view(everywhere))[chosen]
-            units.append((piece.unit[chosen] + part.start).repeat_interleave(index.shape[1]))
-            coordinates.append(index.flatten())
+            chosen = (piece.unit >= 0) & (normed[piece.unit] == isinstance(modules[piece.module], NORMS))
+            index = layout.segments[piece.name].view(everywhere)
+            rivals = _rivals(g, claims[piece.name])
+            mine = _turn(index.shape, len(rivals), rivals.index(g))
+            index, mine = (t.movedim(piece.axis, 0).reshape(len(chosen), -1)[chosen] for t in (index, mine))
+            units.append((piece.unit[chosen] + part.start)[:, None].expand(index.shape)[mine])
+            coordinates.append(index[mine])
     return Scales(
         *_table(torch.cat(units), torch.cat(coordinates), structure.units, layout.spare, device),
         tuple(group.name for group in structure.groups),
@@ -236,14 +246,34 @@ def channel_scales(
     )
 
 
-def filters(module: nn.Module, weight: Tensor) -> Tensor:
-    """A module's weight, or something of its shape -> (outputs, K): what makes each output channel."""
-    if isinstance(module, nn.modules.conv._ConvTransposeNd):
-        # stored as (in, out/groups, ...): an output channel reads the input channels of its own group only
-        inputs, outputs = weight.shape[0] // module.groups, weight.shape[1]
-        weight = weight.reshape(module.groups, inputs, outputs, -1).transpose(1, 2)
-        return weight.reshape(module.groups * outputs, -1)
-    return weight.reshape(weight.shape[0], -1)
+def _rivals(group: int, claims: list[tuple[int, Slice]]) -> list[int]:
+    """The groups that claim weights of one tensor which this one claims, or one of those, and so on."""
+    found = {group}
+    while True:
+        mine = [piece for g, piece in claims if g in found]
+        more = {g for g, piece in claims if any(_overlap(piece, other) for other in mine)} | found
+        if more == found:
+            return sorted(found)
+        found = more
+
+
+def _overlap(a: Slice, b: Slice) -> bool:
+    return a.axis != b.axis or bool(((a.unit >= 0) & (b.unit >= 0)).any())
+
+
+def _turn(shape: torch.Size, players: int, turn: int) -> Tensor:
+    """bool (*shape): every `players`-th element along each axis, beginning at another one in each turn."""
+    places = torch.zeros(shape, dtype=torch.int64)
+    for axis, size in enumerate(shape):
+        places += torch.arange(size).view([-1 if d == axis else 1 for d in range(len(shape))])
+    return places % players == turn
+
+
+def _makes(modules: Mapping[str, nn.Module], piece: Slice, layout: Layout) -> bool:
+    """True for what makes a unit: filters, tables, factors of batch norms; not for biases and other vectors."""
+    if isinstance(modules[piece.module], NORMS):
+        return piece.name.endswith(".weight")
+    return len(layout.segments[piece.name].shape) > 1
 
 
 def _table(unit: Tensor, at: Tensor, units: int, spare: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -307,19 +307,19 @@ FAMILIES: dict[str, Family] = {
     "sequence": Family(sequence, lambda: torch.randn(2, 3, 9), _stem("0", "3"), ("fc",)),
     "volume": Family(volume, lambda: torch.randn(1, 3, 4, 4, 4), _stem("0", "3"), ("fc",)),
     "mlp": Family(mlp, lambda: torch.randn(4, 6), ("0", "2"), ("5",)),
-    "transformer": Family(Transformer, lambda: torch.arange(7)[None], ("up",), ("down", "fc")),
-    "twice": Family(Twice, images, ("last",), ("stem", "fc")),
-    "group_norm": Family(lambda: normed(lambda: nn.GroupNorm(2, 8)), images, _stem("3"), ("features.0", "fc")),
+    "transformer": Family(Transformer, lambda: torch.arange(7)[None], ("up",), ("embed", "attend", "fc")),
+    "twice": Family(Twice, images, ("stem", "last"), ("fc",)),
+    "group_norm": Family(lambda: normed(lambda: nn.GroupNorm(2, 8)), images, _stem("0", "3"), ("fc",)),
     "response_norm": Family(lambda: normed(lambda: nn.LocalResponseNorm(3)), images, _stem("3"), ("features.0", "fc")),
-    "scaled": Family(Scaled, images, ("inner",), ("conv", "last")),
+    "scaled": Family(Scaled, images, ("conv", "inner"), ("last",)),
     "features": Family(Features, images, ("first",), ("second", "last")),
     "flattened": Family(flattened, images, ("0", "4"), ("6",)),
     "transposed": Family(transposed, images, ("0", "2", "6"), ("8",)),
 }
 
-REFUSED: dict[str, Callable[[], nn.Module]] = {
-    "shuffle": lambda: between(shuffle),
+MIXING: dict[str, Callable[[], nn.Module]] = {
     "flip": lambda: between(lambda x: x.flip(1)),
     "padding": lambda: between(lambda x: F.pad(x, (0, 0, 0, 0, 2, 2)), 12),
-    "mean": lambda: between(lambda x: x - x.mean(1, keepdim=True)),
+    "softmax": lambda: between(lambda x: x.softmax(1)),
+    "sum": lambda: between(lambda x: x - x.sum(1, keepdim=True)),
 }

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from dllp.errors import StructureError
 from dllp.records import ExtractedParticle
 from dllp.structure.groups import discover
-from dllp.structure.slicing import Fold, Group, Slice, cut
+from dllp.structure.slicing import Fold, cut
 from dllp.training.extract import extract, plain
 from dllp.training.gating import ChannelGating, WeightGating
 from dllp.training.particles import Particles
@@ -127,8 +127,8 @@ def test_a_wrong_group_is_refused() -> None:
     first, second = run.structure.groups
     keep = torch.ones(2, run.structure.units, dtype=torch.bool)
     keep[:, [9, 11]] = False
-    wrong = tuple(Slice(p.module, p.side, p.unit.flip(0) if p.side == "in" else p.unit) for p in second.slices)
-    run.gating.structure = replace(run.structure, groups=(first, Group(second.name, second.units, wrong)))
+    wrong = tuple(replace(p, unit=p.unit.flip(0)) if p.role == "read" else p for p in second.slices)
+    run.gating.structure = replace(run.structure, groups=(first, replace(second, slices=wrong)))
     before = copy.deepcopy(run.particles.networks[0].state_dict())
     with pytest.raises(StructureError, match="cannot be pruned safely: the cut network differs"):
         extract(run.particles, run.gating, keep, run.example)

@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from dllp.structure.groups import Structure, discover
 from dllp.structure.slicing import Group, Slice
-from dllp.training.gating import Scales, channel_scales, filters
+from dllp.training.gating import Scales, channel_scales
 from dllp.training.particles import Particles
 from tests.support import networks
 from tests.support.particles import CASES, CPU, both_layouts, random_network, setting
@@ -32,29 +31,18 @@ class Split(nn.Module):
         return self.last(torch.cat([self.norm(left), right], 1)).mean((2, 3))
 
 
-def own_filter(module: nn.Module, channel: int) -> Tensor:
-    """The weights that an output channel is made of, found by differentiating it."""
-    weight = module.weight.detach().clone().requires_grad_()
-    if isinstance(module, nn.Linear):
-        x = torch.rand(1, module.in_features) + 1
-    else:
-        x = torch.rand(1, module.in_channels, *[4] * (weight.dim() - 2)) + 1
-    output = functional_call(module, {"weight": weight}, (x,))
-    (gradient,) = torch.autograd.grad(output[:, channel].sum(), weight)
-    return weight.detach()[gradient != 0]
-
-
 def naive_scale(model: nn.Module, structure: Structure, group: int, unit: int) -> float:
     """RMS of the gammas of a unit, or of its filters where no norm with gammas reads it."""
     modules = dict(model.named_modules())
     gammas, weights = [], []
     for piece in structure.groups[group].slices:
         module = modules[piece.module]
-        for channel in (piece.unit == unit).nonzero().flatten().tolist() if piece.side == "out" else ():
+        value = model.state_dict()[piece.name] if piece.role == "write" else torch.empty(0)
+        for k in (piece.unit == unit).nonzero().flatten().tolist() if value.numel() else ():
             if isinstance(module, NORMS):
-                gammas += [] if module.weight is None else [module.weight[channel].item()]
-            elif not isinstance(module, nn.PReLU):
-                weights += own_filter(module, channel).flatten().tolist()
+                gammas += [value[k].item()] if piece.name.endswith("weight") else []
+            elif value.dim() > 1:
+                weights += value.select(piece.axis, k).flatten().tolist()
     values = gammas or weights
     return math.sqrt(sum(v * v for v in values) / len(values))
 
@@ -74,10 +62,11 @@ def test_scales_equal_a_naive_computation(name: str, channels_last: bool) -> Non
 
 
 def test_units_that_no_norm_reads_have_their_filters() -> None:
-    """The groups are made by hand: discovery leaves split features whole so far."""
+    """The groups are made by hand: discovery pairs the channels of equal parts."""
     model = random_network(Split)
     half = torch.tensor([0, 1, 2, 3])
-    pieces = (Slice("conv", "out", torch.arange(8)), Slice("norm", "out", half), Slice("last", "in", torch.arange(8)))
+    every = torch.arange(8)
+    pieces = (Slice("conv.weight", 0, every), Slice("norm.weight", 0, half), Slice("last.weight", 1, every, "read"))
     structure = replace(discover(model, networks.images()), groups=(Group("conv", 8, pieces),))
     particles = Particles([model])
     found = channel_scales(model, structure, particles.layout, CPU).of(particles.rows)[0]
@@ -98,26 +87,24 @@ def test_every_coordinate_belongs_to_one_unit(name: str) -> None:
     assert bool(particles.layout.learnable(particles.networks[0])[used].all())
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        nn.Linear(5, 4),
-        nn.Conv1d(4, 6, 3),
-        nn.Conv2d(4, 6, 3, groups=2),
-        nn.Conv3d(4, 4, 2, groups=4),
-        nn.ConvTranspose1d(4, 6, 3),
-        nn.ConvTranspose2d(4, 6, 3, groups=2),
-        nn.ConvTranspose2d(6, 4, 3, groups=2),
-        nn.ConvTranspose2d(4, 4, 3, groups=4),
-        nn.ConvTranspose3d(6, 3, 2, groups=3),
-    ],
-    ids=str,
-)
-def test_filters(module: nn.Module) -> None:
-    found = filters(module, module.weight.detach())
-    for channel, row in enumerate(found):
-        assert row.sort().values.tolist() == own_filter(module, channel).sort().values.tolist()
-    assert found.numel() == module.weight.numel()
+def test_a_weight_of_several_groups_counts_for_one_of_them() -> None:
+    """Rows are heads by dims: half of the columns of each row are the head's, the others the dim's."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+    heads, dims = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1])
+    found = discover(model, torch.randn(2, 6))
+    groups = tuple(Group(name, 2, (Slice("0.weight", 0, unit),)) for name, unit in (("heads", heads), ("dims", dims)))
+    particles = Particles([model])
+    scales = channel_scales(model, replace(found, groups=groups), particles.layout, CPU)
+    assert scales.count.tolist() == [6, 6, 6, 6]
+    assert len(scales.coordinates.unique()) == 24
+    weight = model[0].weight.detach()
+    mine = (torch.arange(4)[:, None] + torch.arange(6)) % 2 == 0
+    wanted = [
+        weight[(units == u)[:, None] & part].square().mean().sqrt()
+        for units, part in ((heads, mine), (dims, ~mine))
+        for u in range(2)
+    ]
+    torch.testing.assert_close(scales.of(particles.rows)[0], torch.stack(wanted))
 
 
 def test_sums_and_spread() -> None:

@@ -1,0 +1,155 @@
+"""Sizes that a forward takes from attributes of its modules (`num_heads`, `split_size`), found while it runs.
+
+A forward that says `x.view(batch, tokens, self.num_heads, self.head_dim)` fails after a cut unless the attribute is
+rewritten. During the trace every integer attribute is a number that knows where it comes from; a function of PyTorch
+that is given one tells which axis has that size.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
+
+from dllp.structure.atoms import Label, section
+
+SIZED = (nn.Linear, _ConvNd, _NormBase, nn.Embedding, nn.PReLU)
+"""Modules whose attributes follow from the shapes of their tensors."""
+SHAPING = frozenset({"view", "reshape", "expand", "zeros", "ones", "empty", "full", "new_zeros", "new_ones"})
+DIVIDING = frozenset({"split", "split_with_sizes", "unsafe_split"})
+OTHER = frozenset({"unflatten", "layer_norm", "rms_norm", "repeat", "narrow", "repeat_interleave"})
+
+
+class Sized(int):
+    """An integer that knows the attribute it was read from."""
+
+    module: str
+    path: str
+    index: int
+
+
+def _sized(value: int, module: str, path: str, index: int = 0) -> Sized:
+    result = Sized(value)
+    result.module, result.path, result.index = module, path, index
+    return result
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int
+
+
+class Attributes(TorchFunctionMode):
+    """Finds the axes that integer attributes of a network stand for; they are replaced in the given copy.
+
+    Attributes:
+        sizes: {(module, path of the attribute, position in it): labels of the axes that had its size}.
+        labels: Set by the trace: the labels of a tensor.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.sizes: dict[tuple[str, str, int], list[Label]] = {}
+        self.labels: Callable[[Tensor], list[Label]]
+        for name, module in model.named_modules():
+            if isinstance(module, SIZED):
+                continue
+            _replace(vars(module), name, "")
+            config = getattr(module, "config", None)
+            if hasattr(config, "__dict__") and not isinstance(config, nn.Module):
+                vars(module)["config"] = own = copy.copy(config)
+                _replace(vars(own), name, "config.")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name == "__getitem__":
+            self._item(args[0], args[1])
+        elif name in SHAPING | DIVIDING | OTHER:
+            given = [*args[name not in ("zeros", "ones", "empty", "full") :], *(kwargs or {}).values()]
+            sizes = list(_flat(given))
+            if any(isinstance(size, Sized) for size in sizes):
+                self._sizes(name, sizes, list(args[1:]), out, (kwargs or {}).get("dim", 0))
+        return out
+
+    def _sizes(self, name: str, sizes: list[Any], given: list[Any], out: Any, dim: int) -> None:
+        if name in DIVIDING:
+            axis = given[1] if len(given) > 1 else dim
+            for size, part in zip(sizes if isinstance(given[0], (list, tuple)) else sizes[:1], out, strict=False):
+                self._found(size, self.labels(part)[axis])
+        elif isinstance(out, Tensor):
+            if name in SHAPING and len(sizes) == out.dim():
+                for size, label in zip(sizes, self.labels(out), strict=True):
+                    self._found(size, label)
+            else:
+                for size in (size for size in sizes if isinstance(size, Sized)):
+                    same = [label for label, n in zip(self.labels(out), out.shape, strict=True) if n == size]
+                    self._found(size, *same[:1])
+
+    def _item(self, x: Tensor, index: Any) -> None:
+        """x[..., a:b] with attributes a and b: the sizes of x[..., :a] and x[..., :b]."""
+        index = index if isinstance(index, tuple) else (index,)
+        if not any(isinstance(bound, Sized) for which in index if isinstance(which, slice) for bound in _bounds(which)):
+            return
+        used = sum(which is not None and which is not Ellipsis for which in index)
+        axis = 0
+        for which in index:
+            if which is Ellipsis:
+                axis += x.dim() - used
+            elif which is not None:
+                for bound in _bounds(which) if isinstance(which, slice) else ():
+                    if isinstance(bound, Sized) and 0 < bound <= x.shape[axis]:
+                        label = section(self.labels(x)[axis], 0, int(bound))
+                        self._found(bound, *([] if label is None else [label]))
+                axis += 1
+
+    def _found(self, size: Any, *labels: Label) -> None:
+        if isinstance(size, Sized):
+            self.sizes.setdefault((size.module, size.path, size.index), []).extend(labels)
+
+
+def _bounds(which: slice) -> tuple[Any, Any]:
+    return which.start, which.stop
+
+
+def _flat(values: Iterable[Any]) -> Iterable[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _replace(values: dict[str, Any], module: str, prefix: str) -> None:
+    """Let integers, and those in lists and tuples, know where they are read from."""
+    for key, value in list(values.items()):
+        path = prefix + key
+        if _is_int(value):
+            values[key] = _sized(value, module, path)
+        elif type(value) in (list, tuple) and value and all(map(_is_int, value)):
+            values[key] = type(value)(_sized(v, module, path, i) for i, v in enumerate(value))
+
+
+def read(module: nn.Module, path: str) -> list[int] | None:
+    """The integers of an attribute; None where it has none."""
+    value: Any = module
+    for key in path.split("."):
+        value = getattr(value, key, None)
+    if _is_int(value):
+        return [value]
+    return list(value) if type(value) in (list, tuple) and value and all(map(_is_int, value)) else None
+
+
+def write(module: nn.Module, path: str, numbers: list[int]) -> None:
+    """Set an attribute; an object that holds it (a configuration) may be shared, and is copied first."""
+    owner: Any = module
+    *holders, key = path.split(".")
+    for holder in holders:
+        setattr(owner, holder, copy.copy(getattr(owner, holder)))
+        owner = getattr(owner, holder)
+    old = getattr(owner, key)
+    setattr(owner, key, numbers[0] if _is_int(old) else type(old)(numbers))
