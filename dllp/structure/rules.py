@@ -19,19 +19,18 @@ MIXED = "an operation mixes its channels ({})"
 PRODUCT = "products of activations add its channels up"
 SPACE = "a place, no channel"
 
-ELEMENTWISE = frozenset(  # noqa: SIM905 - a list of strings is longer and no clearer
-    (
-        "__and__ __or__ __xor__ _prelu_kernel _to_copy abs acos acosh add addcdiv addcmul alias angle asin asinh "
-        "atan atan2 atanh bernoulli bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp clamp_max "
-        "clamp_min clone contiguous copy cos cosh detach div elu empty_like eq erf erfc erfinv exp exp2 expm1 fill "
-        "floor floor_divide fmod full_like ge gelu gt hardshrink hardsigmoid hardswish hardtanh imag isfinite isinf "
-        "isnan le leaky_relu lerp lift_fresh log log10 log1p log2 log_sigmoid_forward logaddexp logical_and "
-        "logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish mul nan_to_num native_dropout "
-        "ne neg ones_like polar pow prelu rand_like randn_like real reciprocal relu relu6 remainder round rsqrt "
-        "rsub selu sgn sigmoid sign silu sin sinh softplus softshrink special_expit sqrt square sub tan tanh "
-        "threshold to trunc type_as where xlogy zero zeros_like"
-    ).split()
+_ELEMENTWISE = (
+    "__and__ __or__ __xor__ _prelu_kernel _to_copy abs acos acosh add addcdiv addcmul alias angle asin asinh "
+    "atan atan2 atanh bernoulli bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp clamp_max "
+    "clamp_min clone contiguous copy cos cosh detach div elu empty_like eq erf erfc erfinv exp exp2 expm1 fill "
+    "floor floor_divide fmod full_like ge gelu gt hardshrink hardsigmoid hardswish hardtanh imag isfinite isinf "
+    "isnan le leaky_relu lerp lift_fresh log log10 log1p log2 log_sigmoid_forward logaddexp logical_and "
+    "logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish mul nan_to_num native_dropout "
+    "ne neg ones_like polar pow prelu rand_like randn_like real reciprocal relu relu6 remainder round rsqrt "
+    "rsub selu sgn sigmoid sign silu sin sinh softplus softshrink special_expit sqrt square sub tan tanh "
+    "threshold to trunc type_as where xlogy zero zeros_like"
 )
+ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 CREATING = frozenset(
     [
         "arange",
