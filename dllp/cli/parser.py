@@ -237,6 +237,16 @@ def _speed(parser: Parser) -> None:
     add(parser, *QUIET)
 
 
+def _structure(parser: Parser) -> None:
+    about = "List what of a network can be removed, what it costs, and what stays whole and why. Nothing is trained."
+    _describe(parser, "structure", about, STRUCTURE)
+    add_fields(parser, Task, ("model", "data", "data_root", "image_size"))
+    add(parser, "--shape", int, "Shape of one input, in place of data: channels, height, width.", nargs="+")
+    add(parser, "--tokens", int, "Length of one input of token numbers, in place of data.")
+    add(parser, "--json", str, "File for every group.", metavar="FILE")
+    add(parser, *QUIET)
+
+
 def _bench(parser: Parser) -> None:
     """The options are those of `python -m paper`, which is no part of the wheel."""
     try:
@@ -262,6 +272,7 @@ COMMANDS = {
     "analyze": ("say what a run did to the distribution of its weights", _analyze),
     "report": ("show a run as one HTML page, or compare several", _report),
     "export": ("write a run's networks as ONNX or pt2", _export),
+    "structure": ("list what of a network can be removed", _structure),
     "speed": ("time the dense against the pruned network", _speed),
     "bench": ("measure a table of the paper", _bench),
     "methods": ("list the methods of pruning, with paper and year", _methods),
@@ -322,6 +333,11 @@ examples:
       writes runs/demo/report.html
   dllp report runs/a runs/b runs/c --out comparison.html
       accuracy against FLOPs with the Pareto front, and where the settings differ"""
+STRUCTURE = """examples:
+  dllp structure --model resnet50 --shape 3 224 224
+  dllp structure --model my_package.nets:trained --data photos --image-size 224 --json structure.json
+  dllp structure --model my_package.nets:language_model --tokens 128
+      attention heads, hidden neurons and the width of the residual stream"""
 SPEED = """Needs pip install 'dllp[onnx]'. Networks take turns, so that all see the same machine.
 
 examples:

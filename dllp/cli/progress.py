@@ -375,6 +375,30 @@ def show_speed(rows: Sequence[SpeedRow], layers: Sequence[LayerTime], title: str
         console.print(advice(rows), markup=False, highlight=False, soft_wrap=True)
 
 
+def show_structure(report: Mapping[str, Any]) -> None:
+    """Print what `dllp structure` found: a row for each kind of unit, and each reason with the layers it holds for."""
+    console = _stdout()
+    console.print(
+        Text(f"{report['model']}: {short_number(report['macs'])} MACs, {short_number(report['params'])} parameters")
+    )
+    every = {
+        "groups": len(report["groups"]), "units": sum(group["units"] for group in report["groups"]),
+        "least": report["least"],
+    }  # fmt: skip
+    rows = [
+        [kind, str(found["groups"]), str(found["units"]), *(f"{1 - found['least'][c]:.1%}" for c in ("macs", "params"))]
+        for kind, found in {**report["kinds"], "all of them": every}.items()
+    ]
+    columns = ("kind of unit", "groups", "units", "MACs that\ncan go", "parameters\nthat can go")
+    console.print(_table(None, columns, {"": rows}))
+    reasons: dict[str, list[str]] = {}
+    for name, why in report["whole"].items():
+        reasons.setdefault(why, []).append(name)
+    for why, names in reasons.items():
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        console.print(Text(f"whole: {', '.join(names[:3])}{more}: {why}"), soft_wrap=True)
+
+
 def _stdout() -> Console:
     console = Console(file=sys.stdout)
     console.width = max(console.width, WIDTH)
