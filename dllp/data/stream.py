@@ -207,8 +207,7 @@ class StreamBatches:
             batch = next(self._live)
             self._count_unreadable(batch)
             self._place = (epoch, step + 1) if step + 1 < self.steps else (epoch + 1, 0)
-            x, y = (part.to(self.device, non_blocking=True) for part in (batch.pixels, self.data.y[batch.numbers]))
-            yield (x - self._shift).mul_(self._scale).contiguous(memory_format=self.layout), y
+            yield self._inputs(batch.pixels), self.data.y[batch.numbers].to(self.device, non_blocking=True)
 
     def _count_unreadable(self, batch: Decoded) -> None:
         """Count the unreadable images of all parts of the batch: every process gives up at the same step."""
@@ -223,6 +222,20 @@ class StreamBatches:
         except DataError as error:
             error.reported_elsewhere = not self._first
             raise
+
+    def _inputs(self, pixels: Tensor) -> Tensor:
+        """Normalised float32 (B, 3, S, S) on the device, in the memory layout of the network."""
+        if self.device.type != "cpu":
+            x = pixels.to(self.device, non_blocking=True) - self._shift
+            return x.mul_(self._scale).contiguous(memory_format=self.layout)
+        # By numpy, image by image, in half of the time: its memory comes in huge pages, and PyTorch's threads would
+        # wait for decoding cores.
+        x = np.empty(pixels.shape, np.float32)
+        for new, old in zip(x, pixels.numpy(), strict=True):
+            new[:] = old
+            new -= self._shift[0].numpy()
+            new *= self._scale[0].numpy()
+        return torch.from_numpy(x).contiguous(memory_format=self.layout)
 
     def first(self, count: int = 2) -> tuple[Tensor, Tensor]:
         """A small batch, decoded by this process."""
