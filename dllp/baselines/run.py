@@ -24,7 +24,7 @@ from dllp.posterior import posterior_of
 from dllp.prepare import Data, make_gating, prepare
 from dllp.records import Size
 from dllp.structure.groups import FilterFn, Structure
-from dllp.structure.padding import fill, padded, widened
+from dllp.structure.padding import fill, padded, padding_steps, widened
 from dllp.structure.slicing import Recipe, cut, kept_indices, recipe, restrict
 from dllp.training.extract import costs, extract
 from dllp.training.gating import WeightGating
@@ -237,7 +237,7 @@ def widened_to_multiple(whole: nn.Module, structure: Structure, keep: Tensor) ->
 
 def widen(whole: nn.Module, structure: Structure, keep: Tensor) -> tuple[nn.Module, Recipe]:
     """The cut network with dead channels, and the recipe of its living part."""
-    more = widened(structure, keep, structure.steps(MULTIPLE))
+    more = widened(structure, keep, padding_steps(structure, MULTIPLE))
     wide, _ = padded(whole, structure, keep, MULTIPLE)
     groups = restrict(structure.groups, more)
     return wide, recipe(wide, groups, keep[more])

@@ -174,6 +174,19 @@ def _by_recipe(shape: torch.Size, sides: Mapping[str, list[int]], count: int) ->
     if any(i < 0 for part in sides.values() for i in part):
         raise IndexError
     masks = []
+    named = {
+        int(axis): part
+        for entry, part in sides.items()
+        for what, _, axis in [entry.rpartition(".")]
+        if what == "weight"
+    }
+    if named:
+        keep = torch.ones(shape, dtype=torch.bool)
+        for dim, part in named.items():
+            lost = torch.ones(shape[dim], dtype=torch.bool)
+            lost[part] = False
+            keep.transpose(0, dim)[lost] = False
+        return keep
     for order in (("out", "in"), ("in", "out")):
         keep = torch.ones(shape, dtype=torch.bool)
         for dim, side in enumerate(order):

@@ -17,6 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
 from dllp.structure.atoms import Label, section
+from dllp.structure.following import asked_sizes
 
 SIZED = (nn.Linear, _ConvNd, _NormBase, nn.Embedding, nn.PReLU)
 """Modules whose attributes follow from the shapes of their tensors."""
@@ -48,13 +49,17 @@ class Attributes(TorchFunctionMode):
 
     Attributes:
         sizes: {(module, path of the attribute, position in it): labels of the axes that had its size}.
-        labels: Set by the trace: the labels of a tensor.
+        views: {(module, number): labels} of the views that modules make, numbered in each forward of a module.
+        labels, stack: Set by the trace: the labels of a tensor, and the names of the modules that run.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.sizes: dict[tuple[str, str, int], list[Label]] = {}
+        self.views: dict[tuple[str, int], list[Label]] = {}
         self.labels: Callable[[Tensor], list[Label]]
+        self.stack: list[str]
+        self.counts: dict[str, int] = {}
         for name, module in model.named_modules():
             if isinstance(module, SIZED):
                 continue
@@ -67,6 +72,11 @@ class Attributes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
+        if asked_sizes(name, args) is not None and isinstance(out, Tensor):
+            where = self.stack[-1]
+            self.views.setdefault((where, self.counts[where]), self.labels(out))
+            for module in set(self.stack):
+                self.counts[module] += 1
         if name == "__getitem__":
             self._item(args[0], args[1])
         elif name in SHAPING | DIVIDING | OTHER:

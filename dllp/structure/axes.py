@@ -109,7 +109,7 @@ class Axes(TorchDispatchMode):
         super().__init__()
         self.labels: dict[int, list[Label]] = {}
         self.held: list[Tensor] = []  # ids are of living tensors only
-        self.stack = [""]
+        self.stack: list[str] = []
         self.leaf = {name: not list(module.children()) for name, module in model.named_modules()}
         self.sources: dict[int, str] = {}  # storages of parameters, and of their copies
         tensors: dict[str, list[Label]] = {}
@@ -128,7 +128,7 @@ class Axes(TorchDispatchMode):
             self.sources[_storage(out)] = self.sources[_storage(call.tensors[0])]
         try:
             apply(self, call)
-        except (Unknown, IndexError, KeyError, TypeError, ValueError):  # no rule, or a use that it does not know
+        except (Unknown, AttributeError, LookupError, TypeError, ValueError):  # no rule, or a use it does not know
             self.trace.unknown.add(name)
             for tensor in call.tensors:
                 for label in self.label(tensor):
@@ -137,6 +137,11 @@ class Axes(TorchDispatchMode):
                 if isinstance(tensor, Tensor) and not any(tensor is known for known in call.tensors):
                     self.set(tensor, [fresh(size, MIXED.format(name)) for size in tensor.shape])
         return out
+
+    @property
+    def where(self) -> str:
+        """Name of the module that runs."""
+        return self.stack[-1]
 
     def label(self, tensor: Tensor) -> list[Label]:
         """The labels of a tensor's axes."""
@@ -173,23 +178,24 @@ class Axes(TorchDispatchMode):
     def multiply(self, weight: Tensor | None, written: Label | None, labels: list[Label], times: int = 1) -> None:
         """A product was computed; `written` is the axis that its weight makes."""
         name = None if weight is None else self.sources.get(_storage(weight))
-        self.trace.products.append(Product(self.stack[-1], name, labels, times))
+        self.trace.products.append(Product(self.where, name, labels, times))
         if written is not None and (name is not None or written != [()]):
-            self.trace.writes.append((self.stack[-1], written))
+            self.trace.writes.append((self.where, written))
 
     def write(self, label: Label) -> None:
         """The current module makes an axis."""
-        self.trace.writes.append((self.stack[-1], label))
+        self.trace.writes.append((self.where, label))
 
     def average(self, label: Label, axis: int) -> None:
         """The current module takes a mean over an axis."""
-        if self.leaf[self.stack[-1]]:
-            self.trace.averages.append(Average(self.stack[-1], axis, label))
+        if self.leaf[self.where]:
+            self.trace.averages.append(Average(self.where, axis, label))
         else:
             freeze(label, MIXED.format("a mean over them"))
 
     def enter(self, name: str, module: nn.Module, args: Any) -> None:
         self.stack.append(name)
+        self.trace.attributes.counts[name] = 0
         self.trace.calls[name] = self.trace.calls.get(name, 0) + 1
         if isinstance(module, _NormBase) and not module.affine and not module.track_running_stats and args:
             # it has no tensor that tells, and warns of a number of features that is not its own
@@ -223,7 +229,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...]) -> Trace:
     """Run one forward of a network, a scratch copy in evaluation mode, and label its axes."""
     attributes = Attributes(model)
     axes = Axes(model, attributes)
-    attributes.labels = axes.label
+    attributes.labels, attributes.stack = axes.label, axes.stack
     for tensor in tree_leaves(inputs):
         if isinstance(tensor, Tensor):
             axes.set(tensor, [fresh(size, INPUT) for size in tensor.shape])

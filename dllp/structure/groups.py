@@ -18,6 +18,7 @@ from dllp.structure.coupling import FILTERED, UNREAD, components, named
 from dllp.structure.slicing import Group, copied
 from dllp.structure.trace import first_example, isolated, observe
 from dllp.structure.verification import WEIGHTS_INSTEAD, unsound, verify
+from dllp.structure.views import followed
 
 __all__ = [
     "OUTPUT", "UNREAD", "WEIGHTS_INSTEAD", "FilterFn", "Group", "Layer", "Structure", "allowed", "chosen_again",
@@ -83,6 +84,7 @@ def discover(
         trace = observe(model, inputs)
         if channels:
             found, whole = components(model, trace, _forbidden(model, filter_fn))
+            found = followed(copied(model).eval(), found, trace.attributes.views, inputs)
             refused = unsound(copied(model).eval(), list(found.values()), inputs)
             atoms = [atom for atom, group in found.items() if group not in refused]
             taken: set[str] = set()

@@ -7,6 +7,8 @@ its own forward computes the rest.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,27 +119,30 @@ class GatedForward:
     """The forward of a module whose means are gated wherever it has gates."""
 
     def __init__(self, module: nn.Module, axis: int) -> None:
-        self.module, self.axis = module, axis
+        self.module, self.axis, self.inner = module, axis, vars(module).get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = type(self.module).forward
+        forward = self.inner or partial(type(self.module).forward, self.module)
         gates = getattr(self.module, GATE, None)
-        if gates is None:
-            return forward(self.module, *args, **kwargs)
-        with GatedMeans(gates, self.axis):
-            return forward(self.module, *args, **kwargs)
+        with nullcontext() if gates is None else GatedMeans(gates, self.axis):
+            return forward(*args, **kwargs)
 
 
 def gate_means(model: nn.Module, axes: dict[str, int]) -> None:
     """Let the named modules of a network take gated means over an axis each, in place."""
     for name, axis in axes.items():
         module = model.get_submodule(name)
+        if isinstance(vars(module).get("forward"), GatedForward):
+            continue
         module.forward = GatedForward(module, axis)  # type: ignore[assignment]
 
 
 def plain_means(model: nn.Module) -> None:
     """Undo `gate_means`, in place."""
     for module in model.modules():
-        if isinstance(vars(module).get("forward"), GatedForward):
+        gated = vars(module).get("forward")
+        if isinstance(gated, GatedForward):
             del module.forward
             vars(module).pop(GATE, None)
+            if gated.inner is not None:
+                module.forward = gated.inner

@@ -25,6 +25,12 @@ def widened(structure: Structure, keep: Tensor, steps: Sequence[int], priority: 
     return _with_counts(structure, keep, counts, priority)
 
 
+def padding_steps(structure: Structure, multiple: int) -> list[int]:
+    """Units in each group that make a multiple of so many channels; 1 under a norm, which would count dead ones."""
+    averaged = [any(piece.role == "mean" for piece in group.slices) for group in structure.groups]
+    return [1 if norm else step for norm, step in zip(averaged, structure.steps(multiple), strict=True)]
+
+
 def closing_fold(network: nn.Module, structure: Structure, wide: Tensor, keep: Tensor) -> tuple[Fold, Tensor]:
     """The fold of a network that was cut to the units of `wide` (U,), and its gates: 0 for units not in `keep` (U,)."""
     groups = restrict(structure.groups, wide)
@@ -38,9 +44,9 @@ def padded(model: nn.Module, structure: Structure, keep: Tensor, multiple: int) 
         model: M_0, a particle in its full shape.
         structure: Its groups.
         keep: (U,) bool.
-        multiple: Widths of groups that lost channels become multiples of this, or whole again.
+        multiple: Widths of groups that lost channels become multiples of this, or whole again; not under a norm.
     """
-    wide = widened(structure, keep, structure.steps(multiple))
+    wide = widened(structure, keep, padding_steps(structure, multiple))
     network = cut(model, recipe(model, structure.groups, wide))
     fold_in(network, *closing_fold(network, structure, wide, keep))
     return network, _macs(structure, wide)

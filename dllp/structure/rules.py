@@ -533,6 +533,8 @@ def convolution(trace: Tracer, call: Call) -> None:
         if w.shape[1] > 1:
             unify(weight[1], alone)
         inner = inputs
+        if inputs == [()]:
+            freeze(outputs, "a convolution makes as many channels of each")
         if inputs != [()]:
             freeze([(group,)], "the number of a convolution's groups is fixed")
             trace.contract((x, w), (into, weight[0]) if transposed else (inputs, weight[1]))

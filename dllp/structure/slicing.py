@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from dllp.errors import StructureError, first_line
 from dllp.records import Recipe
 from dllp.structure import attributes
+from dllp.structure.following import follow
 from dllp.structure.means import GATE, gate_means, plain_means
 
 Side = Literal["out", "in"]
@@ -119,15 +120,22 @@ def recipe(model: nn.Module, groups: Sequence[Group], keep: Tensor) -> Recipe:
     """
     modules = dict(model.named_modules())
     result: Recipe = {}
-    for (tensor, name, axis), mask in masks(groups, keep).items():
-        if mask.all():
-            continue
+    parts = keep.cpu().split([group.units for group in groups])
+    touched = {p.key for group, part in zip(groups, parts, strict=True) if not part.all() for p in group.slices}
+    for key, mask in masks(groups, keep).items():
+        tensor, name, axis = key
         if not tensor:
-            module, colon, path = name.partition(":")
-            if colon:
-                found = result.setdefault(module, {})
+            module, _, path = name.partition(":")
+            if (
+                path.startswith("@") and key in touched
+            ):  # which may be asked for a wrong size even where it keeps its own
+                found = result.setdefault(module, {}).setdefault(f".{path}", [0] * int(path.partition("/")[2]))
+                found[axis] = int(mask.sum())
+            elif path and not mask.all():
                 old = attributes.read(modules[module], path) or []
-                found.setdefault(f".{path}", old)[axis] = int(mask.sum())
+                result.setdefault(module, {}).setdefault(f".{path}", old)[axis] = int(mask.sum())
+            continue
+        if mask.all():
             continue
         module, _, parameter = name.rpartition(".")
         side, times = _side(modules[module], parameter, axis)
@@ -202,6 +210,11 @@ def _checked(name: str, module: nn.Module, entries: Mapping[str, list[int]]) -> 
     result = {}
     for entry, kept in entries.items():
         result[entry] = torch.tensor(kept)
+        if entry.startswith(".@"):
+            number, _, rank = entry[2:].partition("/")
+            if not number.isdecimal() or rank != str(len(kept)) or any(size < 0 for size in kept):
+                raise StructureError(f"the recipe of {name!r}, view {entry[2:]!r}, cannot be")
+            continue
         if entry.startswith("."):
             old = attributes.read(module, entry[1:])
             if old is None or len(old) != len(kept) or any(new < 1 for new in kept):
@@ -240,7 +253,9 @@ def _replace(module: nn.Module, name: str, value: Tensor) -> None:
 def _cut_module(module: nn.Module, entries: dict[str, Tensor]) -> None:
     _cut_sides(module, {entry: kept for entry, kept in entries.items() if entry in ("out", "in")})
     for entry, kept in entries.items():
-        if entry.startswith("."):
+        if entry.startswith(".@"):
+            follow(module, entry[1:], kept.tolist())
+        elif entry.startswith("."):
             attributes.write(module, entry[1:], kept.tolist())
         elif entry not in ("out", "in"):
             tensor, _, axis = entry.rpartition(".")

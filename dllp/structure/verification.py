@@ -47,12 +47,19 @@ class Doubled(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """Rows (T, K) by the matrices (E, K, N) of experts, of which `offs` (E,) are the last rows: not in float64."""
-    ends = [0, *(offs.tolist() if offs is not None else [])]
-    parts = [a[start:end] @ b[e] for e, (start, end) in enumerate(pairwise(ends))]
-    rest = a.new_zeros(len(a) - ends[-1], b.shape[2])
-    return torch.cat([*parts, rest])
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, *_: Any, **__: Any) -> Tensor:
+    """The products of experts, which PyTorch has not in float64; `offs` (E,) are the ends of their parts.
+
+    Rows (T, K) by matrices (E, K, N), matrices (E, M, K) by columns (K, T), or, in a backward pass, (M, T) by (T, N).
+    """
+    ends = [0, *offs.tolist()]
+    if a.dim() == b.dim() == 2:
+        return torch.stack([a[:, start:end] @ b[start:end] for start, end in pairwise(ends)])
+    if b.dim() == 3:
+        parts = [a[start:end] @ b[e] for e, (start, end) in enumerate(pairwise(ends))]
+        return torch.cat([*parts, a.new_zeros(len(a) - ends[-1], b.shape[2])])
+    parts = [a[e] @ b[:, start:end] for e, (start, end) in enumerate(pairwise(ends))]
+    return torch.cat([*parts, a.new_zeros(a.shape[1], b.shape[1] - ends[-1])], dim=1)
 
 
 @contextmanager
@@ -194,8 +201,11 @@ def compare(
             message = f"the cut network fails ({first_line(error)}): its forward counts on all of them"
             return Gap(math.inf, False, message), []
         gates = keep.to(next(exact.parameters()).device, torch.float64).requires_grad_(sensitive)
-        with torch.set_grad_enabled(sensitive):
-            expected = gated_outputs(network, groups, gates, inputs)
+        try:
+            with torch.set_grad_enabled(sensitive):
+                expected = gated_outputs(network, groups, gates, inputs)
+        except Exception as error:
+            return Gap(math.inf, False, f"the gated network fails ({first_line(error)})"), []
         value = gap([a.detach() for a in actual], [e.detach() for e in expected])
         if value is None:
             return Gap(math.inf, True, "the cut network has outputs of another shape"), []
