@@ -17,14 +17,18 @@ from dllp import notebook
 from dllp.config import SPIKE_AND_SLAB, Config
 from dllp.data import ArrayData, Dataset, StreamBatches
 from dllp.data import load as load_data
+from dllp.devices import trees
 from dllp.devices.device import environment, undisturbed
 from dllp.devices.mesh import Place
 from dllp.devices.ranks import Ranks
 from dllp.errors import ConfigError, NumericsError, StructureError
+from dllp.method import likelihood
 from dllp.posterior import Posterior, posterior_of
 from dllp.prepare import (
     Data,
+    Prepared,
     Source,
+    as_float32,
     check_parts,
     evaluation_batches,
     has_learned,
@@ -43,11 +47,13 @@ from dllp.structure.groups import WEIGHTS_INSTEAD, FilterFn, Structure
 from dllp.structure.slicing import copied
 from dllp.structure.trace import check_network
 from dllp.training import health
+from dllp.training.choose import choose
 from dllp.training.extract import costs, extract
 from dllp.training.gating import ChannelGating, WeightGating
+from dllp.training.objective import LossFn, Metrics, Objective, Select
 from dllp.training.particles import Particles
 from dllp.training.snapshot import begin_snapshot, changing, restore, snapshot, unsound
-from dllp.training.state import RunState
+from dllp.training.state import Groups, RunState
 from dllp.training.teacher import Teacher
 from dllp.training.trainer import OnEpoch, OnStep, train
 
@@ -195,6 +201,12 @@ def prune(
     data: Data,
     config: Config | None = None,
     *,
+    loss: LossFn | None = None,
+    select: Select | None = None,
+    metrics: Metrics | None = None,
+    steps: int | None = None,
+    num_data: int | None = None,
+    groups: Groups | None = None,
     filter_fn: FilterFn | None = None,
     on_epoch: OnEpoch | None = None,
     on_step: OnStep | None = None,
@@ -204,14 +216,25 @@ def prune(
     teacher: nn.Module | None = None,
     validation: Data | float | None = None,
     progress: bool = True,
+    **options: Any,
 ) -> Result:
     """Prune a network by DLLP in one training run; `model` itself is left as it was.
 
     Args:
-        model: Any network that maps a batch of inputs to a batch of outputs.
-        data: A DataLoader of (inputs, labels), a pair of tensors, a split in memory or on disk, or the name or folder
-            of a data set.
-        config: How; `dllp.Config(keep_flops=0.45)` for a budget.
+        model: Any network. Without `loss` it maps inputs to logits or predictions, or computes its own loss from a
+            dict with `labels`, as those of Hugging Face do.
+        data: A DataLoader or data set of PyTorch, tensors in a tuple (inputs, ..., labels) or a dict of the network's
+            arguments, a list of batches or with `steps` anything that yields them, a split in memory or on disk, or
+            the name or folder of a data set. The last entry of a tuple and `labels` of a dict are the labels.
+        config: How; `dllp.Config(keep_flops=0.45)` for a budget. `options` are its fields, instead of it or beside it.
+        loss: `loss(network, batch)` gives the scalar mean loss of a batch, moved to the device and otherwise as it was;
+            or a dict with `loss` and, for a teacher and for metrics, `logits` and `labels`.
+        select: `select(outputs)` finds the logits in what the network returns; by default a tensor, its `logits`, or
+            the first of a tuple.
+        metrics: `metrics(network, batch)` gives numbers by name, measured on `validation`.
+        steps: Batches of one epoch, where the data has no length of its own or is to be counted otherwise.
+        num_data: N, the number of observations: by default of labels that count, in examples, tokens or pixels.
+        groups: `groups(name, parameter)` gives factors of `lr` and `weight_decay`: `{"weight_decay": 0}` for none.
         filter_fn: `filter_fn(module, name)` says what may be touched.
         on_epoch: Called with an :class:`EpochRecord` after each epoch.
         on_step: Called with the run's :class:`~dllp.training.state.RunState` after each step.
@@ -226,36 +249,39 @@ def prune(
             test set is looked at where the gates are decided and at the end only (`result.info["moments"]`).
         progress: Show how far the run is, on a terminal and in notebooks.
     """
-    chosen, ranks = _checked(config, checkpoints), ranks or Ranks()
+    chosen, ranks = _checked(config, checkpoints, options), ranks or Ranks()
     if chosen.prior != SPIKE_AND_SLAB and chosen.budget[1] is None and not chosen.sparsity:
         raise ConfigError(f"prior = {chosen.prior} closes no gate by itself: give keep_flops, keep_params or sparsity")
     if isinstance(data, str | os.PathLike):
         data = load_data(os.fsdecode(data))
     if isinstance(validation, int | float):
         data, validation = held_out(data, validation, chosen.seed)
-    channels = chosen.granularity == "channel"
-    batches, example, structure = ranks.together(
-        lambda: prepare(model, data, chosen, filter_fn, ranks, channels=channels)
+    channels, objective = chosen.granularity == "channel", Objective(chosen, loss, select)
+    check_network(model)
+    model = as_float32(model)
+    found = ranks.together(
+        lambda: prepare(model, data, chosen, filter_fn, ranks, channels=channels, objective=objective, steps=steps)
     )
+    batches, structure = found.batches, found.structure
     if channels:
         check_groups(structure)
-    full, learned = _settled(model, batches, chosen, structure, teacher, ranks)
-    place = _placed(ranks, full, batches, model, example)
-    master = make_teacher(model, teacher, full, batches.device, example)
+    full, learned = _settled(model, found, chosen, objective, teacher, ranks)
+    place = _placed(ranks, full, batches, model, found.example)
+    master = make_teacher(model, teacher, full, objective, found)
     validates = validation is not None
-    if validation is None and isinstance(data, Dataset) and isinstance(data.test, ArrayData):
+    if validation is None and isinstance(data, Dataset) and isinstance(data.test, ArrayData) and found.y is not None:
         validation = data.test
-    measured = None if validation is None else evaluation_batches(validation, batches.device, example)
+    measured = None if validation is None else evaluation_batches(validation, batches.device, found)
 
     def build(place: Place) -> RunState:
         particles = Particles.start(model, full, batches.device, place.own)
         gating = make_gating(model, structure, particles, full, filter_fn)
-        state = _start(particles, gating, full, batches, place, master)
-        state.validation, state.validates = measured, validates
+        state = _start(particles, gating, full, found, place, master, objective, num_data, groups)
+        state.validation, state.validates, state.metrics = measured, validates, metrics
         return state
 
     state = _train(build, place, batches, checkpoints, on_epoch, on_step, on_start, progress)
-    return collect(state, structure, example, model if learned else None)
+    return collect(state, structure, found.example, model if learned else None)
 
 
 @undisturbed()
@@ -264,6 +290,11 @@ def train_dense(
     data: Data,
     config: Config | None = None,
     *,
+    loss: LossFn | None = None,
+    select: Select | None = None,
+    steps: int | None = None,
+    num_data: int | None = None,
+    groups: Groups | None = None,
     on_epoch: OnEpoch | None = None,
     on_step: OnStep | None = None,
     on_start: OnStep | None = None,
@@ -272,34 +303,46 @@ def train_dense(
     teacher: nn.Module | None = None,
     validation: Data | float | None = None,
     progress: bool = True,
+    **options: Any,
 ) -> Result:
-    """Train the unpruned network with the same settings, without gates, prior and Stein term: the baseline."""
-    chosen, ranks = _checked(config, checkpoints), ranks or Ranks()
+    """Train the unpruned network with the same settings, without gates, prior and Stein term: the baseline.
+
+    The arguments are those of :func:`prune`.
+    """
+    chosen, ranks = _checked(config, checkpoints, options), ranks or Ranks()
     if isinstance(validation, int | float):
         data, validation = held_out(data, validation, chosen.seed)
-    batches, example, structure = ranks.together(lambda: prepare(model, data, chosen, None, ranks, channels=False))
-    full, _ = _settled(model, batches, chosen, structure, teacher, ranks)
-    place = _placed(ranks, full, batches, model, example)
-    master = make_teacher(model, teacher, full, batches.device, example)
-    measured = None if validation is None else evaluation_batches(validation, batches.device, example)
+    objective = Objective(chosen, loss, select)
+    check_network(model)
+    model = as_float32(model)
+    found = ranks.together(
+        lambda: prepare(model, data, chosen, None, ranks, channels=False, objective=objective, steps=steps)
+    )
+    batches = found.batches
+    full, _ = _settled(model, found, chosen, objective, teacher, ranks)
+    place = _placed(ranks, full, batches, model, found.example)
+    master = make_teacher(model, teacher, full, objective, found)
+    measured = None if validation is None else evaluation_batches(validation, batches.device, found)
 
     def build(place: Place) -> RunState:
-        state = _start(Particles.start(model, full, batches.device, place.own), None, full, batches, place, master)
+        particles = Particles.start(model, full, batches.device, place.own)
+        state = _start(particles, None, full, found, place, master, objective, num_data, groups)
         state.validation, state.validates = measured, measured is not None
         return state
 
-    return collect(
-        _train(build, place, batches, checkpoints, on_epoch, on_step, on_start, progress), structure, example
-    )
+    trained = _train(build, place, batches, checkpoints, on_epoch, on_step, on_start, progress)
+    return collect(trained, found.structure, found.example)
 
 
-def _checked(config: Config | None, checkpoints: object) -> Config:
+def _checked(config: Config | None, checkpoints: object, options: Mapping[str, Any] | None = None) -> Config:
     """The configuration of a new run."""
     if isinstance(checkpoints, str | Path):
         raise ConfigError(f"checkpoints = {str(checkpoints)!r}: give dllp.checkpoints.Checkpoints(folder)")
     if config is not None and not isinstance(config, Config):
         raise ConfigError(f"config is a {type(config).__name__}: give a dllp.Config, such as Config(keep_flops=0.45)")
-    config = config or Config()
+    config = replace(config, **options) if config is not None and options else config or Config(**(options or {}))
+    if config.epochs == 0 and config.particles > 1:  # others are jittered, and training would have to mend that
+        config = replace(config, particles=1)
     config.check_new()
     return config
 
@@ -312,19 +355,19 @@ def new_config(config: Config | None) -> Config:
 def settle(model: nn.Module, data: Data, config: Config) -> Config:
     """The configuration that :func:`prune` would work with: every default filled in, by the network and the data."""
     config = _checked(config, None)
-    channels = config.granularity == "channel"
-    batches, _, structure = prepare(model, data, replace(config, device="cpu"), None, channels=channels)
-    return settled(batches, config, structure, has_learned(model, batches, config))
+    channels, objective = config.granularity == "channel", Objective(config)
+    found = prepare(model, data, replace(config, device="cpu"), None, channels=channels, objective=objective)
+    return settled(found.batches, config, found.structure, has_learned(model, found.batches, config, objective))
 
 
 def _settled(
-    model: nn.Module, batches: Source, config: Config, structure: Structure, teacher: nn.Module | None, ranks: Ranks
+    model: nn.Module, found: Prepared, config: Config, objective: Objective, teacher: nn.Module | None, ranks: Ranks
 ) -> tuple[Config, bool]:
     """The configuration with every default filled in, and whether the network knows its task; all processes agree."""
     if teacher is not None and config.teacher is None:
         config = replace(config, teacher="given")
-    learned = ranks.world.broadcast_object(ranks.together(lambda: has_learned(model, batches, config)))
-    return settled(batches, config, structure, learned), learned
+    learned = ranks.world.broadcast_object(ranks.together(lambda: has_learned(model, found.batches, config, objective)))
+    return settled(found.batches, config, found.structure, learned), learned
 
 
 def check_groups(structure: Structure) -> None:
@@ -334,7 +377,7 @@ def check_groups(structure: Structure) -> None:
         raise StructureError(f"the network has no channels that can be pruned ({reasons}): {WEIGHTS_INSTEAD}")
 
 
-def _placed(ranks: Ranks, config: Config, batches: Source, model: nn.Module, example: Tensor) -> Place:
+def _placed(ranks: Ranks, config: Config, batches: Source, model: nn.Module, example: Any) -> Place:
     """This process's share of the run, once all are known to have the same data, and batches that can be shared."""
     ranks.same("data on all hosts", f"{batches.num_examples} examples in {batches.steps} batches")
     ranks.together(lambda: ranks.lines(config.particles, config.parallel))  # errors come before groups are made
@@ -352,22 +395,34 @@ def share_reading(batches: StreamBatches, place: Place) -> None:
 
 
 def _start(
-    particles: Particles, gating: ChannelGating | WeightGating | None, config: Config, batches: Source, place: Place,
-    teacher: Teacher | None,
+    particles: Particles, gating: ChannelGating | WeightGating | None, config: Config, found: Prepared, place: Place,
+    teacher: Teacher | None, objective: Objective, num_data: int | None, groups: Groups | None,
 ) -> RunState:  # fmt: skip
     """A run before its first step; of a regression whose targets are large the noise begins at their mean square.
 
     From 1 Adam would take thousands of steps up there: it remembers the size of its first gradients. To what is below 1
     its way is short.
     """
-    targets = next(iter(batches.epoch(0)))[1] if config.task == "regression" else None
-    observed = batches.num_examples * (1 if targets is None else targets[0].numel())
+    batches, targets, each = found.batches, None, 1.0
+    if config.task != "classification" or found.y is None or found.y.dim() > 1:  # others have one label an example
+        x, y = next(iter(batches.epoch(0)))
+        targets = objective.labels(x, y)
+        each = observations(targets, config, trees.count(x)) / trees.count(x)
+    num_data = max(1, round(batches.num_examples * each)) if num_data is None else num_data
     state = RunState(
-        particles, gating, config, num_data=observed, steps_per_epoch=batches.steps, place=place, teacher=teacher
-    )
-    if targets is not None:
+        particles, gating, config, num_data=num_data, steps_per_epoch=batches.steps, place=place, teacher=teacher,
+        objective=objective, groups=groups, gaussian=objective.residuals,
+    )  # fmt: skip
+    if targets is not None and objective.residuals and config.task == "regression":
         state.latents.log_d.fill_(-0.5 * math.log(max(1.0, float(targets.double().square().mean()))))
     return state
+
+
+def observations(targets: Tensor | None, config: Config, examples: int) -> int:
+    """Labels of a batch that count: one for each example, token or pixel, or the numbers of a regression."""
+    if targets is None or (config.task == "classification" and (targets.is_floating_point() or targets.dim() == 1)):
+        return examples
+    return targets.numel() if config.task != "classification" else int(likelihood.observed(targets))
 
 
 def _train(
@@ -406,6 +461,8 @@ def _train(
         if on_start is not None:
             on_start(state)
         try:
+            if not state.config.epochs and state.latents.keep is None:
+                choose(state, batches)
             train(state, batches, on_epoch=on_epoch, on_step=after_step)
             if checkpoints is not None:
                 checkpoints.flush()
@@ -438,9 +495,10 @@ def healthy_snapshot(state: RunState) -> Callable[[], State]:
     return begin_snapshot(state, found)
 
 
-def collect(state: RunState, structure: Structure, example: Tensor, original: nn.Module | None = None) -> Result:
+def collect(state: RunState, structure: Structure, example: Any, original: nn.Module | None = None) -> Result:
     """Extract every particle of a finished run and count what it costs."""
     extracted = extract(state.particles, state.gating, state.latents.keep, example)
+    shape = tuple(example.shape[1:]) if isinstance(example, Tensor) else ()  # of the one input
     latents = state.latents
     noise = latents.noise().cpu()
     dense = Size(structure.flops.dense, round(structure.params.dense))
@@ -453,7 +511,7 @@ def collect(state: RunState, structure: Structure, example: Tensor, original: nn
     return Result(
         config=state.config,
         particles=extracted,
-        posterior=posterior_of([particle.network for particle in extracted], noise, state.config),
+        posterior=posterior_of([p.network for p in extracted], noise, state.config, state.objective.select),
         history=[record.as_dict() for record in state.history],
         dense=dense,
         sizes=sizes,
@@ -467,9 +525,9 @@ def collect(state: RunState, structure: Structure, example: Tensor, original: nn
         whole=dict(structure.whole if gating is None else gating.whole),
         info=environment(state.particles.device) | _log_prior(state) | {
             "moments": [asdict(m) for m in state.moments],
-            "data": {"shape": list(example.shape[1:])},
+            "data": {"shape": list(shape)},
         },
-        shape=tuple(example.shape[1:]),
+        shape=shape,
         original=None if original is None else copied(original).cpu().eval(),
     )  # fmt: skip
 

@@ -21,8 +21,8 @@ T = TypeVar("T")
 Granularity = Literal["channel", "weight"]
 Counted = Literal["flops", "params"]
 SPIKE_AND_SLAB = "spike_and_slab"
-ADAMW_LARGEST = 0.05
-"""The largest learning rate of AdamW, whose steps are of its size: the default of SGD would throw weights away."""
+ADAMW_LR, ADAMW_LARGEST = 0.001, 0.05
+"""Default and largest learning rate of AdamW, whose steps are of its size: SGD's would throw weights away."""
 LARGEST = 3.4028234663852886e38
 """The largest number that float32 holds."""
 
@@ -160,7 +160,8 @@ class Schedule:
     and most of the run to repair the cut (:func:`trained_schedule`); any other 60 epochs (:data:`LONG`).
 
     Args:
-        epochs: Passes over the training data, in one run; those after `discrete_at` train the cut network.
+        epochs: Passes over the training data, in one run; those after `discrete_at` train the cut network. With 0 no
+            weight moves: one particle is cut by what a few batches tell.
         open_until, ramp_until, discrete_at: Progress in [0, 1] at which gates start to close, the budget
             ramp reaches its target, and gates become discrete and the network is sliced.
         draw_gates: Draw the relaxed gates in each step, or take their medians, the default for single weights: the
@@ -174,7 +175,7 @@ class Schedule:
             gates are discrete (0: run all epochs).
     """
 
-    epochs: Count = WAITS
+    epochs: NotNegativeInt = WAITS
     open_until: float = WAITS
     ramp_until: float = WAITS
     discrete_at: float = WAITS
@@ -326,7 +327,7 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
             raise ConfigError(
                 "task = binary has no noise of equation 9: use likelihood = categorical, noise = constant"
             )
-        if self.optimizer == "adamw" and self.lr > ADAMW_LARGEST:
+        if self.optimizer == "adamw" and self.lr is not None and self.lr > ADAMW_LARGEST:
             raise ConfigError(f"lr = {self.lr} is a rate of SGD: give lr for optimizer = adamw, such as 0.001")
 
     def check_new(self) -> None:
@@ -384,7 +385,9 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
             "sparsity": 1.0 if channel else 0.0,
             "draw_gates": channel,
         }
-        if trained and self.lr is not None:
+        if self.optimizer == "adamw":
+            usual |= {"lr": ADAMW_LR, "lr_end": (self.lr or ADAMW_LR) / 100}
+        elif trained and self.lr is not None:
             usual["lr_end"] = self.lr / 100
         values = {name: value for name, value in usual.items() if getattr(self, name) is None}
         return replace(self, **_in_order(self, values))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dllp.config import Config
+from dllp.devices import trees
 from dllp.errors import DataError, StructureError, first_line
 from dllp.method import likelihood
 from dllp.structure.trace import UNFIT
@@ -25,6 +26,8 @@ class Prediction:
 
     Classification: `members` (n, B, C) probabilities, `mean` (B, C), `aleatoric` E_i[sum_c p(1-p)], `epistemic`
     sum_c Var_i[p] (population variance), `total` their sum, `expected_entropy` + `mutual_information` = `entropy`.
+    Of tokens (B, T, C) and pixels (B, H, W, C) all have these axes, the classes last.
+    Binary: `members` (n, B, ...) probabilities of yes, the rest for each output, p(1-p) and Var_i[p].
     Regression: `members` and `mean` are outputs, `aleatoric` (B, C) is the likelihood's 1/d^2, the entropies None.
     Both: `noise` (B,) is that 1/d^2, mean over the members: one number, or one for each input where d(x) was learned.
     """
@@ -50,15 +53,18 @@ class Posterior:
     Args:
         networks: The members.
         noise: (n,) the likelihood's variance 1/d^2 of each.
-        task: Classification or regression.
+        task: Classification, binary or regression.
         head: The last output of each network is log d(x), a noise for each input.
+        select: Finds the logits in what a network returns; by default :func:`logits_of`.
     """
 
     def __init__(
         self, networks: Sequence[nn.Module], noise: Tensor, task: likelihood.Task = "classification", *,
-        head: bool = False,
+        head: bool = False, select: Callable[[Any], Tensor] | None = None,
     ) -> None:  # fmt: skip
-        self.networks, self.noise, self.task, self.head = list(networks), noise, task, head
+        self.networks, self.noise, self.head = list(networks), noise, head
+        self.task: likelihood.Task = task
+        self.select = select or logits_of
 
     def __len__(self) -> int:
         return len(self.networks)
@@ -70,27 +76,31 @@ class Posterior:
         return self
 
     @torch.no_grad()
-    def answers(self, x: Tensor, batch_size: int = 512) -> tuple[Tensor, Tensor]:
+    def answers(self, x: Any, batch_size: int = 512) -> tuple[Tensor, Tensor]:
         """(B, ...) inputs -> (n, B, C) probabilities (regression: outputs) and (n, B) noise 1/d^2, on the CPU.
 
-        One forward pass of each member over the inputs, on its own device. Inputs that are not finite or that the
-        networks cannot take raise a DataError.
+        Inputs are one tensor, a tuple of the network's arguments, or a dict of them by name: one forward pass of each
+        member over them, on its own device. Inputs that are not finite or that the networks cannot take raise a
+        DataError.
         """
         _check_inputs(x, batch_size)
-        predictions, noises = [], []
+        x, predictions, noises = trees.plain(x), [], []
+        chunks = trees.chunks(x, batch_size)
         for network, constant in zip(self.networks, self.noise.float().cpu(), strict=True):
             device = next(network.parameters()).device
             with evaluating(network):
-                parts = [_forward(network, part.to(device)).float().flatten(1).cpu() for part in x.split(batch_size)]
-            outputs, noise = torch.cat(parts), constant.expand(len(x))
+                parts = [self._outputs(network, trees.moved(part, device)).cpu() for part in chunks]
+            outputs = torch.cat(parts)
+            noise = constant.expand(len(outputs))
             if self.head:
                 outputs, log_d = likelihood.split_noise(outputs)
                 noise = (-2 * log_d).exp()
             predictions.append(outputs)
             noises.append(noise)
         stacked = torch.stack(predictions)
-        stacked = stacked.softmax(-1) if self.task == "classification" else stacked
-        broken = (~stacked.isfinite()).any(-1).nonzero()
+        if self.task != "regression":
+            stacked = stacked.softmax(-1) if self.task == "classification" else stacked.sigmoid()
+        broken = (~stacked.isfinite()).flatten(2).any(-1).nonzero()
         if len(broken):
             network, example = broken[0].tolist()
             raise DataError(
@@ -99,11 +109,18 @@ class Posterior:
             )
         return stacked, torch.stack(noises)
 
-    def members(self, x: Tensor, batch_size: int = 512) -> Tensor:
+    def _outputs(self, network: nn.Module, inputs: Any) -> Tensor:
+        """Logits in float32, classes last; of a regression (B, C) outputs."""
+        outputs = self.select(_forward(network, inputs)).float()
+        if self.task == "classification" and outputs.dim() > 2 and not self.head:
+            return likelihood.class_last(outputs)
+        return outputs if self.task == "binary" and outputs.dim() > 1 else outputs.flatten(1)
+
+    def members(self, x: Any, batch_size: int = 512) -> Tensor:
         """(B, ...) inputs -> (n, B, C) probabilities (classification) or outputs (regression), on the CPU."""
         return self.answers(x, batch_size)[0]
 
-    def predict(self, x: Tensor, batch_size: int = 512) -> Prediction:
+    def predict(self, x: Any, batch_size: int = 512) -> Prediction:
         """(B, ...) inputs -> their :class:`Prediction`, at the cost of n forward passes."""
         return self.judge(*self.answers(x, batch_size))
 
@@ -111,13 +128,19 @@ class Posterior:
         """(n, B, C) and (n, B) of :meth:`answers` -> the prediction of the ensemble."""
         if self.task == "classification":
             return replace(decompose(members), noise=noise.mean(0))
+        if self.task == "binary":
+            found = decompose(torch.stack([1 - members, members], -1))
+            halves = {"aleatoric": found.aleatoric / 2, "epistemic": found.epistemic / 2}  # of no and of yes alike
+            return replace(found, members=members, mean=members.mean(0), **halves, noise=noise.mean(0))
         mean, spread = members.mean(0), members.var(0, correction=0)
         return Prediction(members, mean, noise.mean(0)[:, None].expand_as(mean), spread, noise=noise.mean(0))
 
 
-def posterior_of(networks: Sequence[nn.Module], noise: Tensor, config: Config) -> Posterior:
+def posterior_of(
+    networks: Sequence[nn.Module], noise: Tensor, config: Config, select: Callable[[Any], Tensor] | None = None
+) -> Posterior:
     """Networks that were trained by `config`, and the noise (n,) of each, as a posterior."""
-    return Posterior(networks, noise, config.task, head=config.noise == "input")
+    return Posterior(networks, noise, config.task, head=config.noise == "input", select=select)
 
 
 @dataclass(frozen=True)
@@ -125,14 +148,17 @@ class PredictedData:
     """A data set predicted once, on the CPU: the source of its metrics and of its stored examples.
 
     Attributes:
-        members: (n, B, C) probabilities, or outputs of a regression.
+        members: (n, B, C) probabilities, or outputs of a regression; of tokens, pixels and yes-or-no outputs B counts
+            the labels.
         noise: (n, B) variance 1/d^2.
         labels: (B,) classes, or (B, C) targets.
+        per_position: Labels are those of tokens or pixels.
     """
 
     members: Tensor
     noise: Tensor
     labels: Tensor
+    per_position: bool = False
 
     def of(self, part: slice) -> PredictedData:
         """The same data as predicted by some of the members."""
@@ -149,7 +175,20 @@ def predict_data(posterior: Posterior, data: ArrayData, device: torch.device | s
     if not parts:
         raise DataError("there is nothing to evaluate on: the data is empty")
     members, noise = (torch.cat(pieces, 1) for pieces in zip(*parts, strict=True))
-    return PredictedData(members, noise, data.y.cpu())
+    return counted(members, noise, data.y.cpu(), posterior.task)
+
+
+def counted(members: Tensor, noise: Tensor, labels: Tensor, task: likelihood.Task) -> PredictedData:
+    """Predictions (n, B, ...) with one row for each label that counts: of an example, a token, a pixel, a yes or no."""
+    if task == "binary":
+        members, labels = torch.stack([1 - members, members], -1), (labels.reshape(members.shape[1:]) > 0.5).long()
+    elif task == "regression" or labels.dim() == 1:
+        return PredictedData(members, noise, labels)
+    elif labels.is_floating_point():  # soft ones
+        return PredictedData(members, noise, labels.argmax(1))
+    keep = labels != likelihood.IGNORED
+    spread = noise.reshape(*noise.shape, *[1] * (labels.dim() - 1)).expand(len(noise), *labels.shape)
+    return PredictedData(members[:, keep], spread[:, keep], labels[keep], per_position=task == "classification")
 
 
 def decompose(members: Tensor) -> Prediction:
@@ -216,25 +255,34 @@ def logits_of(outputs: Any) -> Tensor:
 # ---- inputs that a user gives
 
 
-def _check_inputs(x: object, batch_size: int) -> None:
-    if not isinstance(x, Tensor):
-        raise DataError(f"inputs of type {type(x).__name__}: give a tensor of (examples, ...), see torch.as_tensor")
-    # in parts: isfinite copies what it reads
-    finite = torch.cat([part.isfinite().unsqueeze(-1).flatten(1).all(1) for part in x.split(batch_size)])
-    if not bool(finite.all()):
-        bad = int((~finite).nonzero()[0])
-        raise DataError(f"NaN or infinity in the inputs, first in example {bad}: clean them before predicting")
+def _check_inputs(inputs: object, batch_size: int) -> None:
+    if not trees.tensors(trees.plain(inputs)):
+        raise DataError(
+            f"inputs of type {type(inputs).__name__}: give a tensor of (examples, ...), see torch.as_tensor"
+        )
+    for x in trees.tensors(trees.plain(inputs)):
+        if not x.dim():
+            continue
+        # in parts: isfinite copies what it reads
+        finite = torch.cat([part.isfinite().unsqueeze(-1).flatten(1).all(1) for part in x.split(batch_size)])
+        if not bool(finite.all()):
+            bad = int((~finite).nonzero()[0])
+            raise DataError(f"NaN or infinity in the inputs, first in example {bad}: clean them before predicting")
 
 
-def _forward(network: nn.Module, x: Tensor) -> Tensor:
-    """(B, ...) -> (B, ...); an error about the inputs is reported with what the first layer takes."""
+def _forward(network: nn.Module, inputs: Any) -> Any:
+    """Outputs for inputs of any structure; an error about them is reported with what the first layer takes."""
+    x = trees.tensors(inputs)[0]
     try:
-        outputs = network(x)
-    except UNFIT as error:
-        if type(error) not in UNFIT:
+        if isinstance(inputs, dict):
+            outputs = network(**inputs)
+        else:
+            outputs = network(*inputs) if isinstance(inputs, (tuple, list)) else network(inputs)
+    except (*UNFIT, TypeError) as error:
+        if type(error) not in (*UNFIT, TypeError):
             raise
         raise DataError(f"{_mismatch(network, x)} ({first_line(error)})") from error
-    if len(outputs) != len(x):
+    if isinstance(outputs, Tensor) and len(outputs) != len(x):
         raise DataError(f"{_mismatch(network, x)} ({len(outputs)} outputs for {len(x)} inputs)")
     return outputs
 

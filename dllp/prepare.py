@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,9 @@ from dllp.data import (
     Batches,
     Dataset,
     LoaderBatches,
+    Rows,
     StreamBatches,
+    StreamedBatches,
     StreamedData,
     check_labels,
     from_pair,
@@ -32,23 +35,56 @@ from dllp.devices import trees
 from dllp.devices.device import check_repeatable, find_device
 from dllp.devices.mesh import Place
 from dllp.devices.ranks import Ranks
-from dllp.errors import ConfigError, DataError, StructureError, first_line
+from dllp.errors import ConfigError, DataError, DllpError, StructureError, first_line
+from dllp.method import likelihood
 from dllp.structure.groups import Structure, discover
 from dllp.structure.select import select
 from dllp.structure.slicing import copied
-from dllp.structure.trace import check_network, isolated, misfit
+from dllp.structure.trace import UNFIT, check_network, isolated, misfit
+from dllp.training.forward import called_by
 from dllp.training.gating import ChannelGating, FilterFn, WeightGating
+from dllp.training.objective import LABELS, Objective
 from dllp.training.particles import Particles
-from dllp.training.teacher import Teacher
+from dllp.training.teacher import Teacher, needed
 
-Data = DataLoader[Any] | tuple[Any, Any] | ArrayData | StreamedData | Dataset | str | os.PathLike[str]
-Source = Batches | LoaderBatches | StreamBatches
+Data = (
+    DataLoader[Any]
+    | tuple[Any, ...]
+    | Mapping[str, Any]
+    | ArrayData
+    | StreamedData
+    | Dataset
+    | torch.utils.data.Dataset[Any]
+    | Iterable[Any]
+    | str
+    | os.PathLike[str]
+)
+EVALUATED = 256
+"""Examples of a batch of validation data that is not a loader."""
+Source = Batches | LoaderBatches | StreamBatches | StreamedBatches
+
+
+class Prepared(NamedTuple):
+    """A run before its particles are made.
+
+    Attributes:
+        batches: On the device.
+        example: Arguments by position that the network is known to take: what it is traced and verified with.
+        structure: The units that can be removed, and their cost.
+        x, y: Two examples of the first batch, on the CPU.
+    """
+
+    batches: Source
+    example: Any
+    structure: Structure
+    x: Any
+    y: Tensor | None
 
 
 def prepare(
     model: nn.Module, data: Data, config: Config, filter_fn: FilterFn | None, ranks: Ranks | None = None, *,
-    channels: bool = True,
-) -> tuple[Source, Tensor, Structure]:  # fmt: skip
+    channels: bool = True, objective: Objective | None = None, steps: int | None = None,
+) -> Prepared:  # fmt: skip
     """Batches on the device, an example that the network is known to take, and what of it can be pruned.
 
     Without `channels` no groups of them are looked for, and any network will do.
@@ -56,12 +92,16 @@ def prepare(
     check_network(model)
     device = find_device(config.device, None if ranks is None or ranks.alone else ranks.local)
     check_repeatable(device, config.deterministic)
-    batches = as_batches(data, config, device)
-    example, targets = example_of(batches)
-    if not isinstance(batches, StreamBatches) and not example.is_floating_point() and not _takes(model, example):
-        batches.integers, example = False, example.float()
-    check_targets(model, batches, config, example, targets)
-    return batches, example, discover(model, example, filter_fn=filter_fn, channels=channels)
+    objective = objective or Objective(config)
+    batches = as_batches(data, config, device, as_is=objective.loss is not None, steps=steps)
+    x, y = example_of(batches)
+    if y is None or isinstance(batches, StreamedBatches):
+        example = check_loss(model, objective, config, x)
+        return Prepared(batches, example, discover(model, example, filter_fn=filter_fn, channels=channels), x, None)
+    if not isinstance(batches, StreamBatches) and not x.is_floating_point() and not _takes(model, x):
+        batches.integers, x = False, x.float()
+    check_targets(model, batches, config, objective, x, y)
+    return Prepared(batches, x, discover(model, x, filter_fn=filter_fn, channels=channels), x, y)
 
 
 LOOKED_AT = 256
@@ -82,24 +122,33 @@ def settled(batches: Source, config: Config, structure: Structure, learned: bool
     return config.resolved(trained=learned, batch_size=size)
 
 
-def has_learned(model: nn.Module, batches: Source, config: Config) -> bool:
+def has_learned(model: nn.Module, batches: Source, config: Config, objective: Objective) -> bool:
     """True where a run starts from a network that answers training examples clearly better than a constant does."""
-    if config.init != "given" or config.task == "binary":
+    if config.init != "given" or config.task == "binary" or not objective.scored:
         return False
     outputs, targets = [], []
-    for x, y in batches.epoch(0):
-        outputs.append(_outputs(model, x[:LOOKED_AT].cpu(), training=False).float().flatten(1).cpu())
-        targets.append(y[:LOOKED_AT].cpu())
-        if sum(map(len, targets)) >= LOOKED_AT:
-            break
+    with isolated(model), torch.no_grad():
+        network = copied(model).cpu().eval()
+        for batch in batches.epoch(0):
+            x, y = (trees.apply(trees.part(part, slice(0, LOOKED_AT)), Tensor.cpu) for part in batch)
+            found = objective(network, x, y)
+            if found.output is None or found.labels is None:
+                return False
+            if found.output.dim() > 2 and config.task == "classification":
+                answers, y = likelihood.per_position(found.output, found.labels)
+                answers, y = answers[y != likelihood.IGNORED], y[y != likelihood.IGNORED]
+            else:
+                answers, y = found.output.flatten(1), found.labels
+            outputs.append(answers.float())
+            targets.append(y)
+            if sum(map(len, targets)) >= LOOKED_AT:
+                break
     answers, y = torch.cat(outputs), torch.cat(targets)
-    if config.noise == "input":
-        answers = answers[:, :-1]
     if config.task == "regression":
-        y = y.flatten(1)
+        y = y.reshape(answers.shape)
         found, constant = (answers - y).square().mean(), (y - y.mean(0)).square().mean()
     else:
-        frequency = y.bincount() / len(y)
+        frequency = y.mean(0) if y.is_floating_point() else y.bincount() / len(y)
         found, constant = F.cross_entropy(answers, y), torch.special.entr(frequency).sum()
     return bool(found < BETTER * constant)
 
@@ -139,25 +188,49 @@ def _outputs(model: nn.Module, example: Tensor, *, training: bool) -> Any:
     return outputs
 
 
-def as_batches(data: Data, config: Config, device: torch.device) -> Source:
-    """The user's data, in any of its forms, as a source of batches on the device."""
+def as_batches(
+    data: Data, config: Config, device: torch.device, *, as_is: bool = False, steps: int | None = None
+) -> Source:
+    """The user's data, in any of its forms, as a source of batches on the device; `as_is` leaves them as they are."""
     channels_last = device.type == "cuda"
-    if isinstance(data, DataLoader):
-        return LoaderBatches(data, config.seed, device, channels_last, integers=True)
     if isinstance(data, str | os.PathLike):
         data = load(os.fsdecode(data))
     if isinstance(data, Dataset):
         data = data.train
     if isinstance(data, StreamedData):
         return StreamBatches(data, config.batch_size or usual_batch(len(data)), config.seed, device, channels_last)
-    if isinstance(data, tuple):
-        if len(data) != 2:
-            raise DataError(f"data is a tuple of {len(data)}: give (inputs, labels)")
+    if isinstance(data, tuple) and (as_is or len(data) != 2):
+        data = Rows(tuple(map(torch.as_tensor, data)))
+    elif isinstance(data, tuple):
         data = from_pair(*data, integers=True)
-    if not isinstance(data, ArrayData):
+    elif isinstance(data, Mapping):
+        data = Rows(data)
+    if isinstance(data, ArrayData):
+        validate(data)
+        size = config.batch_size or usual_batch(len(data))
+        return Batches(data, size, config.seed, device, channels_last, integers=True)
+    if (
+        steps is None
+        and not isinstance(data, (DataLoader, list))
+        and hasattr(data, "__getitem__")
+        and _has_length(data)
+    ):
+        whole = len(data)  # pyright: ignore[reportArgumentType]
+        size = config.batch_size or usual_batch(whole)
+        data = DataLoader(data, size, shuffle=True, drop_last=whole > size)  # pyright: ignore[reportArgumentType]
+    if isinstance(data, DataLoader) and steps is None:
+        return LoaderBatches(data, config.seed, device, channels_last, integers=True, as_is=as_is)
+    if not isinstance(data, Iterable):
         raise DataError(f"data of type {type(data).__name__} cannot be used: give a DataLoader or a pair of tensors")
-    validate(data)
-    return Batches(data, config.batch_size or usual_batch(len(data)), config.seed, device, channels_last, integers=True)
+    return StreamedBatches(data, steps, config.seed, device)
+
+
+def _has_length(data: object) -> bool:
+    """True for a data set that knows its length: PyTorch's are all of one type, with one or without."""
+    try:
+        return len(data) > 0  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        return False
 
 
 def as_array(data: Data) -> ArrayData:
@@ -182,7 +255,7 @@ def held_out(data: Data, size: float, seed: int) -> tuple[Data, ArrayData]:
         data = load(os.fsdecode(data))
     if isinstance(data, Dataset):
         train, held = held_out(data.train, size, seed)
-        return replace(data, train=train), held
+        return replace(data, train=train), held  # pyright: ignore[reportArgumentType]
     if isinstance(data, tuple) and len(data) == 2:
         data = from_pair(*data, integers=True)
     if not isinstance(data, ArrayData | StreamedData):
@@ -193,37 +266,113 @@ def held_out(data: Data, size: float, seed: int) -> tuple[Data, ArrayData]:
     return train, held.decoded() if isinstance(held, StreamedData) else held
 
 
-def evaluation_batches(
-    data: Data, device: torch.device, example: Tensor
-) -> Callable[[], Iterator[tuple[Tensor, Tensor]]]:
-    """The user's data as inputs and labels on the device, as they are evaluated: not augmented, in their own order."""
-    split = data if isinstance(data, DataLoader) else as_array(data)
+def evaluation_batches(data: Data, device: torch.device, prepared: Prepared) -> Callable[[], Iterator[tuple[Any, Any]]]:
+    """The user's data on the device, as they are evaluated: not augmented, in their own order."""
+    split: Any = data
+    if prepared.y is not None and isinstance(data, (str, os.PathLike, Dataset, StreamedData, tuple)):
+        split = as_array(data)
+    elif isinstance(data, (tuple, Mapping)):
+        split = DataLoader(Rows(data), EVALUATED)
+    elif not isinstance(data, (ArrayData, DataLoader, list)) and hasattr(data, "__getitem__"):
+        split = DataLoader(data, EVALUATED)  # pyright: ignore[reportArgumentType]
+    as_is = prepared.y is None
 
-    def walk() -> Iterator[tuple[Tensor, Tensor]]:
-        if isinstance(split, DataLoader):
-            yield from ((x.to(device), y.to(device)) for x, y in split)
+    def walk() -> Iterator[tuple[Any, Any]]:
+        if not isinstance(split, ArrayData):
+            for batch in split:
+                x, y = (batch, None) if as_is else batch
+                yield trees.moved(x, device), None if y is None else y.to(device)
             return
         done = 0
         for x in split.parts():
-            yield x.to(device), split.y[done : done + len(x)].to(device)
+            yield x.to(device, prepared.x.dtype), split.y[done : done + len(x)].to(device)
             done += len(x)
 
-    shape, wanted = tuple(next(walk())[0].shape[1:]), tuple(example.shape[1:])
-    if shape != wanted:
-        raise DataError(f"validation inputs of shape {shape}, but those of training have {wanted}: both must agree")
+    found, wanted = next(walk())[0], prepared.x
+    if isinstance(found, Tensor) and found.shape[1:] != wanted.shape[1:]:
+        shapes = tuple(found.shape[1:]), tuple(wanted.shape[1:])
+        raise DataError(
+            f"validation inputs of shape {shapes[0]}, but those of training have {shapes[1]}: both must agree"
+        )
     return walk
 
 
-def example_of(batches: Source) -> tuple[Tensor, Tensor]:
+def example_of(batches: Source) -> tuple[Any, Tensor | None]:
     """Two inputs of the first batch and their targets, on the CPU: what the network is traced with."""
     x, y = batches.first() if isinstance(batches, StreamBatches) else next(iter(batches.epoch(0)))
-    return x[:2].cpu().contiguous(), y[:2].cpu()
+    few = trees.apply(trees.part(x, slice(0, 2)), lambda tensor: tensor.cpu().contiguous())
+    return few, None if y is None else y[:2].cpu()
 
 
-def check_targets(model: nn.Module, batches: Source, config: Config, example: Tensor, targets: Tensor) -> None:
+# ---- data and network fit each other
+
+
+def check_loss(model: nn.Module, objective: Objective, config: Config, x: Any) -> Any:
+    """Arguments by position that the network is called with for a batch x of any structure; its loss must be one.
+
+    Sets what the objective learns from the first examples: who takes the labels, and whether equation 9 applies.
+    """
+    x = trees.apply(x, lambda tensor: tensor.to(_device(model)))
+    if objective.loss is None and isinstance(x, Mapping) and LABELS in x:
+        parameters = inspect.signature(model.forward).parameters
+        named = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        objective.labels_apart = LABELS not in parameters and not named
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    for training in (False, True):
+        with isolated(model):
+            network = copied(model).train(training)
+
+            def call(args: Any, kwargs: Any, network: nn.Module = network) -> Any:
+                calls.append((args, kwargs))
+                return network(*args, **kwargs)
+
+            try:
+                found = objective(called_by(network, call), x)
+            except DllpError:
+                raise
+            except Exception as error:  # whatever a stranger's loss or forward raises
+                which = "the loss" if objective.loss is not None else "the network"
+                raise DataError(f"{which} fails on a batch, {type(error).__name__}: {first_line(error)}") from error
+            _check_value(found.loss, network, bool(calls))
+    objective.residuals, objective.scored = found.residual is not None, found.scored
+    if config.likelihood == "gaussian" and config.task == "classification" and not objective.residuals:
+        raise ConfigError("likelihood = gaussian (equation 9) needs one label for each example: leave it out")
+    args, kwargs = calls[0]
+    without = {name: value for name, value in kwargs.items() if name != LABELS}
+    with isolated(model), suppress(Exception):  # traced without labels where the network runs without them
+        copied(model).eval()(*args, **without)
+        kwargs = without
+    return positional(model, args, kwargs)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _check_value(loss: Any, network: nn.Module, called: bool) -> None:
+    """Raise unless the loss is a finite scalar that depends on the network."""
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise StructureError(f"the loss is {what}: a scalar is needed, the mean over the batch")
+    if not called:
+        raise StructureError("loss does not call the network: compute it from what network(...) returns")
+    learning = [p for p in network.parameters() if p.requires_grad]
+    found = torch.autograd.grad(loss, learning, allow_unused=True) if loss.requires_grad and learning else []
+    if learning and all(gradient is None for gradient in found):
+        raise StructureError(
+            "the loss does not depend on the network's weights: compute it from what network(...) returns"
+        )
+    if not bool(torch.isfinite(loss)):
+        raise DataError(f"the loss of the first examples is {float(loss)}: look at the data and at the loss")
+
+
+def check_targets(
+    model: nn.Module, batches: Source, config: Config, objective: Objective, example: Tensor, targets: Tensor
+) -> None:
     """Targets must fit the task and the network's outputs, in evaluation and in training."""
     task, head = config.task, int(config.noise == "input")
-    if targets.is_floating_point() != (task == "regression"):
+    real = targets.is_floating_point()
+    if (task == "classification" and real and not _are_soft(targets)) or (task == "regression" and not real):
         whole = task == "classification" and bool((targets == targets.round()).all())
         other = "regression" if task == "classification" else "classification"
         besides = ", or give classes as integers (labels.long())" if whole else ""
@@ -231,11 +380,13 @@ def check_targets(model: nn.Module, batches: Source, config: Config, example: Te
             raise DataError(_advice(targets))
         raise DataError(f"task = {task} does not fit labels of type {targets.dtype}: use task = {other}{besides}")
     try:
-        outputs = _outputs(model, example, training=False)
+        outputs = objective.select(_outputs(model, example, training=False))
+    except DllpError:
+        raise
     except Exception as error:
         raise StructureError(misfit(model, [example], error)) from error
     wanted = "one tensor of shape (batch, outputs)"
-    if not isinstance(outputs, Tensor) or outputs.dim() < 2 or (task == "classification" and outputs.dim() > 2):
+    if not isinstance(outputs, Tensor) or outputs.dim() < (1 if task == "binary" else 2):
         raise StructureError(f"the network must return {wanted}, not {_described(outputs)}")
     if len(outputs) != len(example):
         raise StructureError(
@@ -244,7 +395,7 @@ def check_targets(model: nn.Module, batches: Source, config: Config, example: Te
         )
     try:
         pair = torch.cat([example, example])[:2]  # one example is another matter: see check_parts
-        found = _outputs(model, pair, training=True)
+        found = objective.select(_outputs(model, pair, training=True))
     except Exception as error:
         raise StructureError(f"the network cannot be trained: {first_line(error)}") from error
     if not isinstance(found, Tensor) or found.shape[1:] != outputs.shape[1:]:
@@ -252,44 +403,84 @@ def check_targets(model: nn.Module, batches: Source, config: Config, example: Te
             f"in training the network must return {wanted} as it does in evaluation, not {_described(found)}: switch "
             "auxiliary outputs off"
         )
-    if task == "classification" and _are_probabilities(outputs if not head else outputs[:, :-1]):
+    if task == "regression":
+        _check_regression(batches, outputs, targets, head)
+    elif task == "binary":
+        if outputs[0].numel() != targets[0].numel() or not bool(((targets >= 0) & (targets <= 1)).all()):
+            raise DataError(
+                f"task = binary with labels of shape {tuple(targets.shape[1:])} from {float(targets.min()):g} to "
+                f"{float(targets.max()):g}: give one from 0 to 1 for each of the {outputs[0].numel()} outputs"
+            )
+        objective.residuals = False
+    elif outputs.dim() > 2 or (not real and targets.dim() > 1):
+        _check_positions(outputs, targets, config)
+        objective.residuals = False
+    else:
+        _check_classes(batches, outputs, targets, head)
+
+
+def _check_classes(batches: Source, outputs: Tensor, targets: Tensor, head: int) -> None:
+    """One label for each example, an integer or a probability of each class."""
+    if _are_probabilities(outputs if not head else outputs[:, :-1]):
         raise StructureError(
             "the network's outputs are probabilities, and their softmax would be taken again: remove the last softmax"
         )
-    if task == "regression":
-        found, wanted = outputs[0].numel() - head, targets[0].numel()
-        if found != wanted:
-            besides = " besides that for log d(x)" if head else ""
+    if targets.is_floating_point():
+        if targets.shape[1] != outputs.shape[1] - head:
             raise DataError(
-                f"the network gives {found} outputs{besides} but the data has {wanted} targets: both must agree"
-            )
-        shape = _target_shape(batches)
-        given, own = ([size for size in sizes if size > 1] for sizes in (shape, outputs.shape[1:]))
-        if given != own and sorted(given) == sorted(own):  # as many sides of the same lengths
-            raise DataError(
-                f"targets of shape {shape} for outputs of shape {tuple(outputs.shape[1:])}: give them in "
-                "the order of the outputs"
+                f"soft labels of {targets.shape[1]} classes for {outputs.shape[1] - head} outputs: both must agree"
             )
     elif isinstance(batches, LoaderBatches):
         batches.num_classes = outputs.shape[1] - head
-    elif head and int(batches.data.y.max()) + 1 >= outputs.shape[1]:
+    elif head and int(batches.data.y.max()) + 1 >= outputs.shape[1]:  # pyright: ignore[reportAttributeAccessIssue]
         raise DataError(
             f"noise = input needs one output more than there are classes, the last for log d(x): the network gives "
-            f"{outputs.shape[1]} outputs for {int(batches.data.y.max()) + 1} classes"
+            f"{outputs.shape[1]} outputs for {int(batches.data.y.max()) + 1} classes"  # pyright: ignore[reportAttributeAccessIssue]
         )
     else:
-        check_labels(batches.data.y, outputs.shape[1] - head)
+        check_labels(batches.data.y, outputs.shape[1] - head)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _check_positions(outputs: Tensor, targets: Tensor, config: Config) -> None:
+    """One label for each token or pixel."""
+    if config.likelihood == "gaussian" or config.noise == "input":
+        raise ConfigError("equation 9 and noise = input need one label for each example: use likelihood = categorical")
+    logits = likelihood.class_last(outputs)
+    if logits.shape[:-1] != targets.shape:
+        raise DataError(
+            f"labels of shape {tuple(targets.shape[1:])} for outputs of shape {tuple(outputs.shape[1:])}: give one "
+            "class for each token (batch, tokens, classes) or pixel (batch, classes, height, width), or select="
+        )
+    check_labels(targets, logits.shape[-1], positions=True)
+
+
+def _check_regression(batches: Source, outputs: Tensor, targets: Tensor, head: int) -> None:
+    """As many outputs as targets, in the same order."""
+    found, wanted = outputs[0].numel() - head, targets[0].numel()
+    if found != wanted:
+        besides = " besides that for log d(x)" if head else ""
+        raise DataError(
+            f"the network gives {found} outputs{besides} but the data has {wanted} targets: both must agree"
+        )
+    shape = _target_shape(batches)
+    given, own = ([size for size in sizes if size > 1] for sizes in (shape, outputs.shape[1:]))
+    if given != own and sorted(given) == sorted(own):  # as many sides of the same lengths
+        raise DataError(
+            f"targets of shape {shape} for outputs of shape {tuple(outputs.shape[1:])}: give them in "
+            "the order of the outputs"
+        )
+
+
+def _are_soft(targets: Tensor) -> bool:
+    """True for probabilities of several classes, of one-hot labels too."""
+    return targets.dim() == 2 and _are_probabilities(targets)
 
 
 def _advice(targets: Tensor) -> str:
-    """The way out for real targets (B, C) of a classification: one-hot, mixed, several labels at once, or numbers."""
+    """The way out for real targets (B, C) of a classification that are no probabilities: several labels, or numbers."""
     given = f"labels of type {targets.dtype} and shape (batch, {targets.shape[1]}) for a classification"
-    if torch.allclose(targets.sum(1), targets.new_ones(len(targets)), atol=1e-3) and bool((targets >= 0).all()):
-        if bool((targets == targets.round()).all()):
-            return f"{given} are one-hot: give the classes (labels.argmax(1))"
-        return f"{given} are mixed or smoothed: give the classes, mixup and smoothing are left out in a run"
     if bool(((targets == 0) | (targets == 1)).all()):
-        return f"{given} are several labels at once: task = regression fits them by squared error"
+        return f"{given} are several labels at once: use task = binary"
     return f"{given}: use task = regression"
 
 
@@ -297,7 +488,7 @@ def _target_shape(batches: Source) -> tuple[int, ...]:
     """Shape of one target of a regression, as it was given."""
     if isinstance(batches, LoaderBatches):
         return batches.target_shape
-    data = batches.data
+    data = batches.data  # pyright: ignore[reportAttributeAccessIssue]
     return data.target_shape or tuple(data.y.shape[1:]) if isinstance(data, ArrayData) else ()
 
 
@@ -312,18 +503,19 @@ def _described(outputs: Any) -> str:
     return f"one of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
 
 
-def check_parts(model: nn.Module, batches: Source, config: Config, example: Tensor, place: Place) -> None:
+def check_parts(model: nn.Module, batches: Source, config: Config, example: Any, place: Place) -> None:
     """Raise where the smallest part of a batch is one example, and the network cannot learn from that (batch norm)."""
-    size = batches.smallest if isinstance(batches, LoaderBatches) else batches.batch_size
+    known = isinstance(batches, (LoaderBatches, StreamedBatches))
+    size = batches.smallest if known else batches.batch_size
     if size is None or (config.sync_batch_norm and place.shards.size > 1):
         return
     size = max(1, size // place.shards.size)
     if size // min(config.accumulate, size) > 1:
         return
-    first = next(model.parameters(), example)
+    alone = trees.apply(trees.part(example, slice(0, 1)), lambda tensor: tensor.to(_device(model)))
     try:
         with isolated(model), torch.no_grad():
-            copied(model).train()(example[:1].to(first.device))
+            copied(model).train()(*(alone if isinstance(alone, tuple) else (alone,)))
     except ValueError as error:
         raise DataError(
             "a batch, or a part of one, is a single example, from which the network cannot learn: use drop_last=True, "
@@ -346,26 +538,36 @@ def make_gating(
 
 
 def make_teacher(
-    model: nn.Module, other: nn.Module | None, config: Config, device: torch.device, example: Tensor
+    model: nn.Module, other: nn.Module | None, config: Config, objective: Objective, prepared: Prepared
 ) -> Teacher | None:
     """The network that teaches a run, `model` itself or another one in its place; None where no network does."""
-    if config.teacher != "given":
-        if other is not None:
-            raise ConfigError(f"a teacher is handed over, but teacher = {config.teacher}: use Config(teacher='given')")
+    if config.teacher == "off" and other is None:
         return None
-    teacher = Teacher(model if other is None else other, config, device)
-    if other is not None:
-        _check_teacher(teacher.network, example, _outputs(model, example, training=False)[0].numel())
-    return teacher
+    if config.teacher != "given" and other is not None:
+        raise ConfigError(f"a teacher is handed over, but teacher = {config.teacher}: use Config(teacher='given')")
+    networks = [copied(model).eval(), *([] if other is None else [copied(other).eval()])]
+    shapes = []
+    for network in networks:
+        weight = next(network.parameters(), torch.zeros(()))
 
+        def fitting(tensor: Tensor, weight: Tensor = weight) -> Tensor:
+            return tensor.to(weight.device, weight.dtype if tensor.is_floating_point() else None)
 
-def _check_teacher(network: nn.Module, example: Tensor, outputs: int) -> None:
-    """Raise where the teacher does not give as many outputs for an example (2, ...) as the network it teaches."""
-    weight = next(network.parameters(), example)
-    found = network(example.to(weight.device, weight.dtype if example.is_floating_point() else None))
-    if not isinstance(found, Tensor) or found[0].numel() != outputs:
-        given = f"{found[0].numel()} outputs" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        raise StructureError(f"the teacher gives {given} where the network gives {outputs}: both must agree")
+        x, y = (trees.apply(part, fitting) for part in (prepared.x, prepared.y))
+        with isolated(network):
+            try:
+                shapes.append(tuple(needed(objective(network, x, y).output).shape))
+            except UNFIT as error:
+                raise StructureError(f"the teacher cannot take the batch: {first_line(error)}") from error
+    if shapes[0] != shapes[-1]:
+        raise StructureError(
+            f"the teacher gives outputs of shape {shapes[-1][1:]}, the network {shapes[0][1:]}: both must agree"
+        )
+    return (
+        Teacher(model if other is None else other, config, prepared.batches.device)
+        if config.teacher == "given"
+        else None
+    )
 
 
 # ---- networks and their arguments

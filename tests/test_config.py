@@ -34,7 +34,8 @@ NAN, INFINITE = float("nan"), float("inf")
         ({"keep_params": 0}, "keep_params"),
         ({"keep_params": 45}, "give the fraction to keep"),
         ({"keep_flops": 0.5, "keep_params": 0.5}, "choose one budget"),
-        *[({name: 0}, f"{name} = 0: at least 1") for name in ("particles", "epochs", "batch_size", "round_to")],
+        *[({name: 0}, f"{name} = 0: at least 1") for name in ("particles", "batch_size", "round_to")],
+        ({"epochs": -1}, "epochs = -1: it must not be negative"),
         ({"particles": -1}, "particles"),
         *[
             ({name: value}, f"{name} = {value}: a positive number")

@@ -93,7 +93,7 @@ def prune(
     if finetune_epochs:
         tuning = replace(plain, epochs=finetune_epochs, lr=finetune_lr * plain.lr, init="given", warmup=0.0)
     config = method.settings(replace(plain, teacher="off"))
-    batches, example, structure = prepare(model, data, config, filter_fn, channels=config.granularity == "channel")
+    batches, example, structure, *_ = prepare(model, data, config, filter_fn, channels=config.granularity == "channel")
 
     def scene_of(particles: Particles) -> Scene:
         return Scene(particles, structure, make_gating(model, structure, particles, config, filter_fn), config)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dllp.data import images
 from dllp.errors import DataError
+from dllp.method.likelihood import IGNORED
 
 if TYPE_CHECKING:
     from dllp.data.stream import StreamedData
@@ -87,7 +88,12 @@ class ArrayData:
         return replace(self, x=self.x.to(device), y=self.y.to(device))
 
     def inputs(self, index: Tensor | slice) -> Tensor:
-        """float32 (x - mean) / std without augmentation, as evaluation wants them; uint8 counts as 0..1."""
+        """float32 (x - mean) / std without augmentation, as evaluation wants them; uint8 counts as 0..1.
+
+        Integers of an embedding stay what they are.
+        """
+        if is_integer(self.x):
+            return self.x[index]
         shift, scale = self.affine(self.x.device)
         return (self.x[index] - shift).mul_(scale)
 
@@ -251,13 +257,19 @@ def validate(data: ArrayData, num_classes: int | None = None, place: str = "the 
         return
     if data.y.ndim == 1 and bool((data.y == data.y[0]).all()):
         raise DataError(f"{place} holds one class only ({int(data.y[0])}): at least two are needed")
-    check_labels(data.y, num_classes, place)
+    check_labels(data.y, num_classes, place, positions=True)
 
 
-def check_labels(y: Tensor, num_classes: int | None = None, place: str = "the data") -> None:
-    """Raise unless `y` (N,) holds int64 in [0, num_classes)."""
+def check_labels(
+    y: Tensor, num_classes: int | None = None, place: str = "the data", *, positions: bool = False
+) -> None:
+    """Raise unless `y` (N,) holds int64 in [0, num_classes); with `positions` also (N, ...), where -100 is no label."""
     if y.dtype != torch.int64:
         raise DataError(f"labels of {place} are {y.dtype}: int64 classes are needed (labels.long())")
+    if positions and y.ndim > 1:
+        y = y[y != IGNORED]
+        if not len(y):
+            return
     if y.ndim != 1:
         raise DataError(f"labels of {place} have shape {tuple(y.shape)}: give one integer class for each example")
     low, high = (int(v) for v in y.aminmax())

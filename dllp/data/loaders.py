@@ -1,20 +1,23 @@
-"""Any PyTorch DataLoader as a source of training batches."""
+"""Any PyTorch DataLoader, data set, list or stream of batches as a source of training batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, SubsetRandomSampler
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
 
 from dllp.data.arrays import as_targets, check_finite, check_labels, generator, is_integer
+from dllp.devices import trees
 from dllp.errors import DataError
 
 
 class LoaderBatches:
-    """Batches of a DataLoader that yields (inputs, labels), moved to the device and checked.
+    """Batches of a DataLoader, moved to the device; (inputs, labels) are checked and converted, too.
+
+    Batches of another structure, and with `as_is` all of them, are yielded as (batch, None).
 
     PyTorch's random numbers that the loader draws (shuffling, transforms, worker seeds) depend only on (seed, epoch)
     and leave the global generator alone; a generator that belongs to the loader or its sampler is seeded anew for
@@ -31,22 +34,23 @@ class LoaderBatches:
         channels_last: bool = False,
         num_classes: int | None = None,
         integers: bool = False,
+        as_is: bool = False,
     ) -> None:
         try:
             self.steps = len(loader)
             self.num_examples = _count_examples(loader)
         except TypeError:
-            raise DataError("the DataLoader has no length: use a map-style data set, or a pair of tensors") from None
+            raise DataError("the DataLoader has no length: give steps=, the batches of one epoch") from None
         if self.steps == 0 or self.num_examples == 0:
             raise DataError("the DataLoader yields no batch: check its data set, batch_size and drop_last")
         self.loader, self.seed = loader, seed
         self.device = torch.device(device)
         self.channels_last = channels_last
         self.num_classes = num_classes
-        self.integers = integers
+        self.integers, self.as_is = integers, as_is
         self.target_shape: tuple[int, ...] = ()  # of one target, as the last batch had it
         if loader.batch_sampler is None:  # the data set makes the batches itself, and its length counts those
-            self.num_examples = self.steps * len(next(self.epoch(0))[0])
+            self.num_examples = self.steps * trees.count(next(self.epoch(0))[0])
 
     @property
     def smallest(self) -> int | None:
@@ -56,7 +60,7 @@ class LoaderBatches:
             return size
         return (len(sampler) if isinstance(sampler, Sized) else self.num_examples) % size or size
 
-    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[tuple[Any, Tensor | None]]:
         """(inputs, labels) of every step from `start_step` on; earlier batches are drawn and thrown away."""
         key = generator(self.seed, 4, epoch)
         sampler: Any = self.loader.sampler
@@ -89,10 +93,10 @@ class LoaderBatches:
         finally:
             self.loader._iterator = kept
 
-    def _prepare(self, batch: Any, step: int) -> tuple[Tensor, Tensor]:
+    def _prepare(self, batch: Any, step: int) -> tuple[Any, Tensor | None]:
         place = f"batch {step} of the DataLoader"
-        if not (isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(b, Tensor) for b in batch)):
-            raise DataError(f"{place} is a {type(batch).__name__}, not a pair of tensors: yield (inputs, labels)")
+        if self.as_is or not is_pair(batch):
+            return trees.moved(batch, self.device), None
         x, y = batch
         if not x.ndim or not y.ndim:
             raise DataError(f"{place} is a single example, not a batch: give the DataLoader a batch_size")
@@ -107,11 +111,88 @@ class LoaderBatches:
         if y.is_floating_point():
             check_finite(y, f"targets of {place}")
         else:
-            check_labels(y, self.num_classes, place)
+            check_labels(y, self.num_classes, place, positions=True)
         x = x.to(self.device, non_blocking=True)
         if self.channels_last and x.ndim == 4:
             x = x.contiguous(memory_format=torch.channels_last)
         return x, y.to(self.device, non_blocking=True)
+
+
+class StreamedBatches:
+    """Batches of any structure from a list, or from whatever yields them, `steps` of them in an epoch.
+
+    A stream goes on where the last epoch ended, and begins anew at its end. PyTorch's random numbers that it draws
+    depend on `seed` alone, and leave the global generator as it was.
+    """
+
+    smallest = None
+
+    def __init__(self, batches: Iterable[Any], steps: int | None, seed: int, device: torch.device) -> None:
+        if steps is None and not isinstance(batches, Sized):
+            raise DataError(
+                f"data of type {type(batches).__name__} has no length: give steps=, the batches of one epoch"
+            )
+        self.steps = len(batches) if steps is None else steps  # pyright: ignore[reportArgumentType]
+        if not self.steps:
+            raise DataError("there is no batch: give a list with at least one")
+        self.batches, self.seed, self.device = batches, seed, device
+        self.integers = True
+        self._begin()
+        self.num_examples = self.steps * trees.count(next(self.epoch(0))[0])
+        if not self.num_examples:
+            raise DataError("the first batch holds no tensor of examples: give (inputs, labels), or a dict of tensors")
+
+    def _begin(self) -> None:
+        self._state = generator(self.seed, 5).get_state()
+        self._iterator: Iterator[Any] | None = None
+        self._taken = 0
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[tuple[Any, None]]:
+        """(batch, None) of every step from `start_step` on."""
+        first = epoch * self.steps + start_step
+        if first < self._taken:
+            self._begin()
+        while self._taken < first:
+            self._next()
+        for _ in range(start_step, self.steps):
+            yield trees.moved(self._next(), self.device), None
+
+    def _next(self) -> Any:
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self._state)
+        try:
+            for fresh in (False, True):
+                if self._iterator is None or fresh:
+                    self._iterator = iter(self.batches)
+                for batch in self._iterator:
+                    self._taken += 1
+                    return batch
+        finally:
+            self._state = torch.get_rng_state()
+            torch.set_rng_state(outside)
+        raise DataError("the data yields no batch: check that it can be iterated again")
+
+
+class Rows(Dataset[Any]):
+    """A data set in memory: a structure of tensors with one entry for each example."""
+
+    def __init__(self, tensors: Any) -> None:
+        self.tensors = trees.plain(tensors)
+        lengths = {len(tensor) for tensor in trees.tensors(self.tensors) if tensor.dim()}
+        if len(lengths) != 1:
+            raise DataError(f"tensors of {sorted(lengths)} examples: give one entry of each for each example")
+        self.length = lengths.pop()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return trees.apply(self.tensors, lambda tensor: tensor[index])
+
+
+def is_pair(batch: Any) -> bool:
+    """True for (inputs, labels), two tensors."""
+    return isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch)
 
 
 def _count_examples(loader: DataLoader[Any]) -> int:

@@ -62,6 +62,11 @@ def split(batch: Any, parts: int) -> list[Any]:
     return found
 
 
+def chunks(batch: Any, size: int) -> list[Any]:
+    """Parts of at most `size` examples."""
+    return [part(batch, slice(k, k + size)) for k in range(0, max(1, count(batch)), size)]
+
+
 def signature(batch: Any) -> Any:
     """Structure, shapes, dtypes and plain values of a batch: equal for batches that one CUDA graph can serve."""
     leaves, structure = tree_flatten(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -124,8 +125,10 @@ def measure(
         drawn: Also measure the ensemble of these networks, see :func:`dllp.sample_gates`.
         device: Where the networks run.
     """
-    if data.is_classification != (result.config.task == "classification"):
-        kind = "integer classes" if result.config.task == "classification" else "floating-point targets"
+    task, classifies = result.config.task, result.config.task != "regression"
+    soft = not data.is_classification and data.y.shape[1] > 1
+    if data.is_classification == (task == "regression") and task != "binary" and not (classifies and soft):
+        kind = "integer classes" if classifies else "floating-point targets"
         raise DataError(f"the run is a {result.config.task} but the data's labels are not: give {kind}")
     n, found = len(result.posterior), Evaluation()
     components: efficiency.Components | None = None
@@ -137,7 +140,7 @@ def measure(
                 found.clean[group.name] = predicted
             for row, part in group.rows:
                 found.rows.append(replace(row, data=version, metrics=_metrics(group.posterior, predicted.of(part))))
-                if data.is_classification:
+                if classifies:
                     sure = metrics.confidence(predicted.members[part].mean(0), predicted.labels)
                     curves = {"reliability": metrics.reliability(*sure), "risk_coverage": metrics.risk_coverage(*sure)}
                     found.curves.append({"name": row.name, "data": version, **curves})
@@ -197,8 +200,9 @@ def _groups(
 def _metrics(posterior: Posterior, predicted: PredictedData) -> dict[str, float]:
     """Metrics of the members' mean; without a positive noise variance a regression has no likelihood."""
     members, y = predicted.members, predicted.labels
-    if posterior.task == "classification":
-        return classified(members, y)
+    if posterior.task != "regression":
+        values = classified(members, y)
+        return values | {"perplexity": math.exp(min(values["nll"], 700))} if predicted.per_position else values
     found = posterior.judge(members, predicted.noise)
     values = {"rmse": metrics.rmse(found.mean, y)}
     if bool((found.total > 0).all()):
@@ -234,7 +238,7 @@ def class_uncertainty(members: Tensor) -> dict[str, Tensor]:
 
 
 def _uncertainty(posterior: Posterior, predicted: PredictedData) -> dict[str, Tensor]:
-    if posterior.task == "classification":
+    if posterior.task != "regression":
         return class_uncertainty(predicted.members)
     if predicted.noise.isnan().any():  # of a network that was given the noise is unknown
         return {}

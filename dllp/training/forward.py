@@ -89,7 +89,11 @@ class Forward:
         """Particle i with its gates in evaluation mode, without gradients and without fused norms."""
         network = self.particles.active[i]
         with torch.no_grad(), evaluating(network):
-            yield self._gated(network, i, gates)
+            yield self.unfused(i, gates)
+
+    def unfused(self, i: int, gates: Tensor | None) -> nn.Module:
+        """Particle i with its gates, its norms not fused."""
+        return self._gated(self.particles.active[i], i, gates)
 
     def _gated(self, network: nn.Module, i: int, gates: Tensor | None) -> nn.Module:
         """A view of the network, made once, with the gates of its next call."""

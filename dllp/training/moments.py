@@ -102,7 +102,7 @@ def scored(state: RunState) -> dict[str, Any]:
 def _probabilities(found: Outcome, state: RunState) -> tuple[Tensor, Tensor] | None:
     """(K, C) probabilities and (K,) classes, or (K, C) soft ones, of all labels that count; None where unknown."""
     output, labels = found.output, found.labels
-    if output is None or labels is None or state.config.task == "regression":
+    if not found.scored or output is None or labels is None or state.config.task == "regression":
         return None
     if state.config.task == "binary":  # the answers no and yes
         yes = output.double().sigmoid().flatten()
@@ -110,8 +110,6 @@ def _probabilities(found: Outcome, state: RunState) -> tuple[Tensor, Tensor] | N
     logits = likelihood.class_last(output)
     if labels.is_floating_point() and labels.shape == logits.shape:
         return logits.double().softmax(-1), labels
-    if labels.shape != logits.shape[:-1]:  # of a loss that shifts them
-        return None
     counted = labels != likelihood.IGNORED
     return logits[counted].double().softmax(-1), labels[counted]
 

@@ -21,6 +21,8 @@ LossFn = Callable[[nn.Module, Any], Any]
 """(network, batch) -> scalar mean loss, or a mapping with `loss` and, where they are known, `logits` and `labels`."""
 Select = Callable[[Any], Tensor]
 """Outputs of a network -> its logits, or the predictions of a regression."""
+Metrics = Callable[[nn.Module, Any], Mapping[str, Any]]
+"""(network, batch) -> numbers by name, means over the batch."""
 LABELS = "labels"
 """The entry of a dict batch that holds the labels."""
 
@@ -34,6 +36,8 @@ class Outcome:
         output: Logits or predictions, where they are known.
         log_d: (B,) where the noise depends on the input.
         labels: The targets, where they are known.
+        scored: The labels are those of the output, so that right answers can be counted. A language model's own loss
+            may compare each token with the one before.
         residual: (B, C), where equation 9 applies: one label, or the numbers of a regression, for each example.
         hidden: Inner activations that a loss hands over, for a teacher.
     """
@@ -44,6 +48,7 @@ class Outcome:
     labels: Tensor | None = None
     residual: Tensor | None = None
     hidden: tuple[Tensor, ...] = ()
+    scored: bool = False
 
 
 class Objective:
@@ -63,6 +68,8 @@ class Objective:
         self.head, self.loss = config.noise == "input", loss
         self.select = select or logits_of
         self.labels_apart = False  # a network that does not take the labels of a dict batch
+        self.residuals = loss is None  # equation 9 applies
+        self.scored = loss is None  # right answers can be counted
 
     def __call__(self, network: nn.Module, x: Any, y: Any = None) -> Outcome:
         if self.loss is not None:
@@ -71,7 +78,8 @@ class Objective:
             outputs, y = self._called(network, x)
             own = entry(outputs, "loss")
             if own is not None:
-                return Outcome(own, self.select(outputs), labels=y)
+                scored = isinstance(y, Tensor) and y.dim() == 1
+                return Outcome(own, self.select(outputs), labels=y, scored=scored)
         else:
             outputs = network(x)
         output, log_d = self.select(outputs), None
@@ -81,7 +89,13 @@ class Objective:
         residual = None
         if self.task == "regression" or (self.task == "classification" and output.dim() == 2):
             residual = likelihood.residuals(output, y, self.task)
-        return Outcome(loss, output, log_d, y, residual)
+        return Outcome(loss, output, log_d, y, residual, scored=True)
+
+    def labels(self, x: Any, y: Any) -> Tensor | None:
+        """The labels of a batch, where it is known what they are."""
+        if y is None and self.loss is None:
+            y = x.get(LABELS) if isinstance(x, Mapping) else x[-1]
+        return y if isinstance(y, Tensor) and self.loss is None else None
 
     def _called(self, network: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Outputs and labels of a batch that is no pair of tensors."""
@@ -100,4 +114,5 @@ class Objective:
             raise StructureError(f"loss returns a {type(found).__name__}: return a scalar, or a dict with 'loss'")
         hidden = entry(found, "hidden")
         hidden = (hidden,) if isinstance(hidden, Tensor) else tuple(hidden or ())
-        return Outcome(loss, entry(found, "logits"), labels=entry(found, LABELS), hidden=hidden)
+        logits, labels = entry(found, "logits"), entry(found, LABELS)
+        return Outcome(loss, logits, labels=labels, hidden=hidden, scored=logits is not None and labels is not None)

@@ -25,7 +25,7 @@ from dllp.records import EpochRecord, Moment, Phase
 from dllp.training.forward import Forward
 from dllp.training.gating import ChannelGating, WeightGating
 from dllp.training.latents import Latents
-from dllp.training.objective import Objective
+from dllp.training.objective import Metrics, Objective
 from dllp.training.particles import Particles
 from dllp.training.teacher import Teacher
 
@@ -68,7 +68,7 @@ class RunState:
         self.num_data, self.steps_per_epoch = num_data, steps_per_epoch
         self.total_steps = steps_per_epoch * config.epochs if total_steps is None else total_steps
         self.validation: Callable[[], Iterator[tuple[Any, Any]]] | None = None  # measured on, never learned from
-        self.metrics: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None  # of a network on such a batch
+        self.metrics: Metrics | None = None  # of a network on such a batch
         self.validates = False  # at the end of each epoch, too
         self.penalty: Callable[[Tensor], Tensor] | None = (
             None  # (n, P) rows -> gradient of another method's regulariser
@@ -111,7 +111,7 @@ class RunState:
 
     @property
     def progress(self) -> float:
-        return self.step_index / self.total_steps
+        return self.step_index / self.total_steps if self.total_steps else 1.0
 
     @property
     def phase(self) -> Phase:

@@ -168,7 +168,7 @@ def _backward_part(
         through = through * (1 + c.beta) if extra is None else through - c.beta * extra
         with torch.no_grad():
             hits, noise = loss.new_zeros((), dtype=torch.float64), torch.zeros_like(state.latents.log_d[i])
-            if found.output is not None and found.labels is not None:
+            if found.scored and found.output is not None and found.labels is not None:
                 hits = likelihood.hits(found.output, found.labels, c.task)
             if residual is not None:
                 noise = likelihood.noise_gradient(residual, state.latents.log_d[i])

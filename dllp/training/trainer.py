@@ -122,7 +122,7 @@ def _record(state: RunState, epoch: int, began: float, engine: str) -> EpochReco
         epoch=epoch + 1,
         phase=state.phase_at(state.step_index - 1),
         loss=loss,
-        accuracy=hits if state.config.task == "classification" else None,
+        accuracy=hits if state.config.task != "regression" and state.objective.scored else None,
         lr=state.lr,
         temperature=state.tau,
         budget=state.ramp,

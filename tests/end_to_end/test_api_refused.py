@@ -64,12 +64,15 @@ X, Y = torch.randn(12, 1, 6, 6), torch.arange(12) % 3
         ((X, Y[:5]), "12 inputs but 5 labels"),
         ((X[:0], Y[:0]), "empty"),
         ((X / 0, Y), "NaN or infinity"),
-        ((X, Y, Y), "a tuple of 3"),
+        ((X, Y, Y), "takes 2 positional arguments but 3 were given"),
         (17, "data of type int"),
         ("no-such-data", "no data set and no folder"),
         (DataLoader(TensorDataset(X, Y + 1), batch_size=4), "out of range for 3 classes"),
         (DataLoader(Endless(), batch_size=4), "no length"),
-        (DataLoader(TensorDataset(X), batch_size=4), "not a pair of tensors"),
+        (
+            DataLoader(TensorDataset(X), batch_size=4),
+            "a batch is a list: give",
+        ),
         (DataLoader(TensorDataset(X, Y), batch_size=None), "single example, not a batch"),
         ((X, Y.float()), "task = classification does not fit"),
     ],
@@ -131,13 +134,13 @@ def test_a_last_batch_that_is_dropped_is_no_matter() -> None:
     assert steps == list(range(1, 2 * len(result.history) + 1))
 
 
-class TwoOutputs(nn.Module):
+class Named(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = network()
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.body(x), x
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"scores": self.body(x)}
 
 
 @pytest.mark.parametrize(
@@ -148,10 +151,9 @@ class TwoOutputs(nn.Module):
         (network(), {"keep_flops": 0.001}, "cannot be reached"),
         (network(), {"keep_flops": 0.001, "granularity": "weight"}, "budget cannot be met"),
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 3)), {}, "cannot take inputs of shape"),
-        (TwoOutputs(), {}, "must return one tensor"),
+        (Named(), {}, "a dict without logits: give select=, a function that finds them, or loss="),
         (nn.Sequential(network(), nn.Softmax(1)), {}, "remove the last softmax"),
         (network().requires_grad_(False), {}, "no parameter that learns"),
-        (network().double(), {}, r"convert the network with .float\(\)"),
     ],
 )
 def test_networks_that_cannot_be_pruned(model: nn.Module, changes: dict[str, Any], words: str) -> None:

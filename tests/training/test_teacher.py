@@ -67,7 +67,7 @@ def test_the_given_network_teaches_by_default_and_begins_when_it_is_asked_to() -
 
 
 def test_teachers_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(StructureError, match="the teacher gives 3 outputs where the network gives 2: both must agree"):
+    with pytest.raises(StructureError, match=r"the teacher gives outputs of shape \(3,\), the network \(2,\): both"):
         dllp.prune(network(2), table(), dllp.Config(**OPTIONS, teacher="given"), teacher=Always(torch.zeros(3)))
     with pytest.raises(ConfigError, match="a teacher is handed over, but teacher = off"):
         dllp.prune(network(2), table(), dllp.Config(**OPTIONS, teacher="off"), teacher=Always(torch.zeros(2)))

@@ -1,0 +1,418 @@
+"""Losses, batches, outputs and data of any kind through the one verb; docs/how-to/own-loop.md lists the same rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import dllp
+from dllp import Config, ConfigError, DataError, DllpError, Result, StructureError
+from dllp.data import from_pair
+from dllp.evaluation.evaluate import measure
+from tests.support.short_runs import config, network
+
+X, Y = torch.randn(24, 1, 6, 6, generator=torch.Generator().manual_seed(1)), torch.arange(24) % 3
+TOKENS = torch.randint(0, 11, (24, 5), generator=torch.Generator().manual_seed(2))
+TABLE = Path(__file__).parents[2] / "docs" / "how-to" / "own-loop.md"
+ROWS: dict[str, Callable[[], Result]] = {}
+
+
+def row(name: str) -> Callable[[Callable[[], Result]], Callable[[], Result]]:
+    """Register a row of the table."""
+
+    def take(run: Callable[[], Result]) -> Callable[[], Result]:
+        ROWS[name] = run
+        return run
+
+    return take
+
+
+def prune(model: nn.Module, data: Any, given: Config | None = None, **arguments: Any) -> Result:
+    return dllp.prune(model, data, given or config(epochs=2), **arguments)
+
+
+# ---- networks that answer otherwise
+
+
+class Output(NamedTuple):
+    logits: Tensor
+    hidden: Tensor
+
+
+class Answering(nn.Module):
+    """Returns its logits by `pack`."""
+
+    def __init__(self, pack: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.body, self.pack = network(), pack
+
+    def forward(self, x: Tensor) -> Any:
+        return self.pack(self.body(x))
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = network(6), nn.Linear(6, 3)
+
+    def forward(self, image: Tensor, scale: Tensor) -> Tensor:
+        return self.head(self.body(image).relu() * scale)
+
+
+class Tagger(nn.Module):
+    """A language model as Hugging Face builds them: labels give it a loss, outputs are an object."""
+
+    def __init__(self, classes: int = 4) -> None:
+        super().__init__()
+        self.words, self.inner, self.out = nn.Embedding(11, 8), nn.Linear(8, 10), nn.Linear(10, classes)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
+        logits = self.out(self.inner(self.words(input_ids)).relu())
+        if attention_mask is not None:
+            logits = logits * attention_mask[..., None]
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def tagger() -> nn.Module:
+    return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 10), nn.ReLU(), nn.Linear(10, 4))
+
+
+def segmenter() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 3, 1))
+
+
+# ---- outputs
+
+
+@row("a tuple of outputs")
+def _() -> Result:
+    return prune(Answering(lambda logits: (logits, logits.mean())), (X, Y))
+
+
+@row("a dict or object with logits")
+def _() -> Result:
+    prune(Answering(lambda logits: {"logits": logits}), (X, Y))
+    return prune(Answering(lambda logits: Output(logits, logits)), (X, Y))
+
+
+@row("other outputs")
+def _() -> Result:
+    result = prune(Answering(lambda logits: {"scores": logits}), (X, Y), select=lambda outputs: outputs["scores"])
+    assert result.posterior.predict(X).mean.shape == (24, 3)
+    return result
+
+
+@row("a network that computes its own loss (Hugging Face)")
+def _() -> Result:
+    data = {"input_ids": TOKENS, "attention_mask": torch.ones(24, 5), "labels": TOKENS % 4}
+    result = prune(Tagger(), data, config(epochs=2, batch_size=8), optimizer="adamw", lr=0.01)
+    assert result.info["num_data"] == TOKENS.numel()
+    found = result.posterior.predict({"input_ids": TOKENS})
+    assert found.epistemic.shape == (24, 5) and found.mean.shape == (24, 5, 4)
+    return result
+
+
+# ---- batches and data
+
+
+@row("several inputs")
+def _() -> Result:
+    scale = torch.rand(24, 1)
+    result = prune(TwoInputs(), (X, scale, Y), config(epochs=2, batch_size=8))
+    assert result.posterior.predict((X, scale)).mean.shape == (24, 3)
+    return prune(TwoInputs(), DataLoader(TensorDataset(X, scale, Y), batch_size=8))
+
+
+@row("dict batches")
+def _() -> Result:
+    data = [{"image": X[k : k + 8], "scale": torch.ones(8, 1), "labels": Y[k : k + 8]} for k in range(0, 24, 8)]
+    return prune(TwoInputs(), data)
+
+
+class Pairs(Dataset[Any]):
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return X[index], Y[index]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(X, Y, strict=True)
+
+
+@row("a data set of PyTorch")
+def _() -> Result:
+    return prune(network(), Pairs(), config(epochs=2, batch_size=8))
+
+
+@row("a stream, with steps")
+def _() -> Result:
+    steps: list[int] = []
+    result = prune(
+        network(), DataLoader(Stream(), batch_size=8), steps=2, on_step=lambda state: steps.append(state.total_steps)
+    )
+    assert steps == [4] * 4
+    return result
+
+
+@row("a list of batches")
+def _() -> Result:
+    return prune(network(), [(X[k : k + 8], Y[k : k + 8]) for k in range(0, 24, 8)])
+
+
+# ---- losses
+
+
+@row("a loss of one's own")
+def _() -> Result:
+    """Focal loss; the batch is as it was given."""
+
+    def focal(net: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        assert x.dtype == torch.float64
+        nll = F.cross_entropy(net(x.float()), y, reduction="none")
+        return ((1 - (-nll).exp()) ** 2 * nll).mean()
+
+    return prune(network(), (X.double(), Y), config(epochs=2, batch_size=8), loss=focal)
+
+
+@row("class weights")
+def _() -> Result:
+    weight = torch.tensor([1.0, 2.0, 0.5])
+    return prune(network(), (X, Y), loss=lambda net, batch: F.cross_entropy(net(batch[0]), batch[1], weight))
+
+
+@row("label smoothing")
+def _() -> Result:
+    def smooth(net: nn.Module, batch: Any) -> dict[str, Tensor]:
+        logits = net(batch[0])
+        loss = F.cross_entropy(logits, batch[1], label_smoothing=0.1)
+        return {"loss": loss, "logits": logits, "labels": batch[1]}
+
+    result = prune(network(), (X, Y), loss=smooth, validation=(X, Y))
+    assert result.history[-1]["accuracy"] is not None and result.info["moments"][-1]["accuracy"] is not None
+    return result
+
+
+@row("one-hot and soft labels (mixup)")
+def _() -> Result:
+    soft = 0.7 * F.one_hot(Y, 3).float() + 0.3 * F.one_hot(Y.roll(1), 3).float()
+    result = prune(network(), (X, soft), validation=(X, soft))
+    assert result.info["moments"][-1]["nll"][0] > 0
+    return prune(network(), DataLoader(TensorDataset(X, F.one_hot(Y, 3).float()), batch_size=8))
+
+
+@row("binary, one logit")
+def _() -> Result:
+    result = prune(network(1), (X, Y % 2), config(epochs=2, task="binary"))
+    found = result.posterior.predict(X)
+    assert found.mean.shape == (24, 1) and bool(((found.mean > 0) & (found.mean < 1)).all())
+    return prune(nn.Sequential(network(1), nn.Flatten(0)), (X, (Y % 2).float()), config(epochs=2, task="binary"))
+
+
+@row("multi-label")
+def _() -> Result:
+    labels = torch.stack([Y % 2, Y == 1, Y > 0], 1).float()
+    result = prune(network(), (X, labels), config(epochs=2, task="binary"), validation=(X, labels))
+    assert result.info["num_data"] == labels.numel()
+    measured = measure(result, from_pair(X, labels)).rows[0].metrics
+    assert measured["nll"] == pytest.approx(result.info["moments"][-1]["nll"][0], rel=1e-5)
+    assert 0 <= measured["ece"] <= 1
+    return result
+
+
+@row("tokens")
+def _() -> Result:
+    labels = torch.where(TOKENS == 3, -100, TOKENS % 4)
+    result = prune(tagger(), (TOKENS, labels), config(epochs=2, batch_size=8), validation=(TOKENS, labels))
+    assert 24 < result.info["num_data"] < TOKENS.numel()  # those that count, by the first batch
+    row = measure(result, from_pair(TOKENS, labels, integers=True)).rows[-1].metrics
+    moment = result.info["moments"][-1]
+    assert row["nll"] == pytest.approx(moment["ensemble"]["nll"], rel=1e-5)
+    assert row["perplexity"] == pytest.approx(torch.tensor(row["nll"]).exp().item())
+    return result
+
+
+@row("pixels (segmentation)")
+def _() -> Result:
+    labels = (X[:, 0] > 0).long() + (X[:, 0] > 1).long()
+    result = prune(segmenter(), (X, labels), config(epochs=2, batch_size=8), validation=(X, labels))
+    assert result.posterior.predict(X).epistemic.shape == (24, 6, 6)
+    row = measure(result, from_pair(X, labels)).rows[-1].metrics
+    assert row["nll"] == pytest.approx(result.info["moments"][-1]["ensemble"]["nll"], rel=1e-5)
+    return result
+
+
+# ---- how
+
+
+@row("options in place of a Config")
+def _() -> Result:
+    result = dllp.prune(network(), (X, Y), keep_flops=0.6, epochs=2, device="cpu", batch_size=8, lr=0.02)
+    assert result.config.keep_flops == 0.6 and result.sizes[0].macs <= 0.6 * result.dense.macs
+    assert dllp.prune(network(), (X, Y), config(), epochs=1).config.epochs == 1
+    with pytest.raises(ConfigError, match="did you mean keep_flops"):
+        dllp.prune(network(), (X, Y), keep_flop=0.6)
+    return result
+
+
+@row("only choose and cut, epochs = 0")
+def _() -> Result:
+    model = network().eval()
+    result = dllp.prune(model, (X, Y), keep_flops=0.6, epochs=0, device="cpu", batch_size=8)
+    assert len(result.particles) == 1 and result.history == []
+    for a, b in zip(result.reference.state_dict().values(), model.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    assert result.sizes[0].macs <= 0.6 * result.dense.macs
+    with pytest.raises(ConfigError, match="epochs = 0 only cuts, and needs a budget"):
+        dllp.prune(network(), (X, Y), epochs=0, device="cpu")
+    return result
+
+
+@row("a network in half or double precision")
+def _() -> Result:
+    with pytest.warns(UserWarning, match="the network is float16: it is pruned as a float32 copy"):
+        prune(network().half(), (X, Y))
+    with pytest.warns(UserWarning, match="the network is float64"):
+        return prune(network().double(), (X, Y))
+
+
+@row("metrics of one's own")
+def _() -> Result:
+    def metrics(net: nn.Module, batch: Any) -> dict[str, float]:
+        return {"margin": float(net(batch[0]).sort(1).values.diff(dim=1)[:, -1].mean()), "seen": float(len(batch[0]))}
+
+    result = prune(network(), (X, Y), metrics=metrics, validation=DataLoader(TensorDataset(X, Y), batch_size=24))
+    last = result.info["moments"][-1]["metrics"]
+    assert len(last) == len(result.particles) and last[0]["seen"] == 24 and last[0]["margin"] > 0
+    return result
+
+
+@row("a teacher with a loss of one's own")
+def _() -> Result:
+    def loss(net: nn.Module, batch: Any) -> dict[str, Any]:
+        hidden = net[:5](batch[0]) if not isinstance(net, Answering) else None
+        logits = net(batch[0])
+        found = {"loss": F.cross_entropy(logits, batch[1]), "logits": logits}
+        return found if hidden is None else found | {"hidden": logits}
+
+    taught, alone = (
+        prune(network(), (X, Y), config(epochs=2, teacher=name, seed=1, particles=1), loss=loss)
+        for name in ("given", "off")
+    )
+    assert taught.history[-1]["loss"] != alone.history[-1]["loss"]
+    with pytest.raises(StructureError, match="a teacher needs logits: let loss return a dict"):
+        prune(network(), (X, Y), config(teacher="given"), loss=lambda net, b: F.cross_entropy(net(b[0]), b[1]))
+    return taught
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_of_the_table(name: str) -> None:
+    result = ROWS[name]()
+    assert result.sizes[0].macs < result.dense.macs
+
+
+def test_the_table_in_the_docs_lists_these_rows() -> None:
+    listed = re.findall(r"^\| ([^|]+?) +\|", TABLE.read_text(), re.MULTILINE)
+    assert set(ROWS) <= set(listed)
+
+
+def test_a_loss_of_ones_own_takes_the_steps_of_the_tasks() -> None:
+    """Cross-entropy given as a function is the built-in one, gates and noise apart."""
+    data = DataLoader(TensorDataset(X, Y), batch_size=8)
+    one, other = (
+        dllp.prune(network_of(3), data, config(epochs=2), loss=loss)
+        for loss in (None, lambda net, batch: F.cross_entropy(net(batch[0]), batch[1]))
+    )
+    for a, b in zip(one.model.state_dict().values(), other.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b)
+    assert other.history[-1]["accuracy"] is None and one.history[-1]["loss"] == other.history[-1]["loss"]
+
+
+def network_of(seed: int) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return network()
+
+
+def test_a_stream_goes_on_and_comes_back() -> None:
+    from dllp.data import StreamedBatches
+
+    source = StreamedBatches([{"x": torch.full((2,), float(k))} for k in range(5)], 3, 0, torch.device("cpu"))
+    seen = [[float(batch["x"][0]) for batch, _ in source.epoch(epoch)] for epoch in range(3)]
+    assert seen == [[0, 1, 2], [3, 4, 0], [1, 2, 3]] and source.num_examples == 6
+    assert [float(batch["x"][0]) for batch, _ in source.epoch(1, 2)] == [0]
+    shuffled = DataLoader(TensorDataset(torch.arange(9)), batch_size=3, shuffle=True)
+    orders = [[b[0].tolist() for b, _ in StreamedBatches(shuffled, 4, 7, torch.device("cpu")).epoch(1)] for _ in "ab"]
+    assert orders[0] == orders[1]
+
+
+# ---- mistakes
+
+
+MISTAKES: list[tuple[str, Any, Any, str]] = [
+    ("no scalar", None, lambda net, b: net(b[0]), r"the loss is a tensor of shape \(2, 3\): a scalar is needed"),
+    ("no tensor", None, lambda net, b: 1.0, "loss returns a float: return a scalar, or a dict with 'loss'"),
+    ("no dependence", None, lambda net, b: net(b[0]).detach().sum(), "does not depend on the network's weights"),
+    ("no call", None, lambda net, b: next(net.parameters()).sum(), "loss does not call the network"),
+    ("NaN", None, lambda net, b: net(b[0]).sum() * torch.nan, "the loss of the first examples is nan"),
+    ("an error", None, lambda net, b: net(b["x"]).sum(), "the loss fails on a batch, TypeError"),
+    ("no argument", [{"image": X[:4], "labels": Y[:4]}], None, "the network fails on a batch, TypeError"),
+    ("no batch", [], None, "there is no batch"),
+    ("no tensors", [3, 4], None, "holds no tensor of examples"),
+    ("lengths", (X, X[:3], Y), None, r"tensors of \[3, 24\] examples"),
+    ("no length", iter([(X, Y)]), None, "has no length: give steps="),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "loss", "words"), [m[1:] for m in MISTAKES], ids=[m[0] for m in MISTAKES])
+def test_mistakes_are_one_line(data: Any, loss: Any, words: str) -> None:
+    with pytest.raises(DllpError, match=words) as caught:
+        dllp.prune(network(), (X, Y) if data is None else data, config(), loss=loss)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_loss_that_breaks_later_names_the_step() -> None:
+    calls = [0]
+
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        calls[0] += 1
+        return F.cross_entropy(net(batch[0]), batch[1]) * (torch.nan if calls[0] > 8 else 1)
+
+    with pytest.raises(dllp.DllpError, match=r"NaN or infinity in the loss of particle .* at step"):
+        dllp.prune(network(), (X, Y), config(epochs=9, batch_size=8), loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("labels", "changes", "words"),
+    [
+        (torch.zeros(24, 2), {"task": "binary"}, "give one from 0 to 1 for each of the 3 outputs"),
+        (torch.full((24, 3), 2.0), {"task": "binary"}, "from 2 to 2"),
+        (torch.full((24, 2), 0.5), {}, "soft labels of 2 classes for 3 outputs"),
+        (torch.zeros(24, 5).long(), {}, r"labels of shape \(5,\) for outputs of shape \(3,\)"),
+    ],
+)
+def test_labels_that_do_not_fit(labels: Tensor, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        dllp.prune(network(), (X, labels), config(**changes))
+
+
+def test_equation_9_needs_one_label_for_each_example() -> None:
+    with pytest.raises(ConfigError, match="need one label for each example"):
+        dllp.prune(tagger(), (TOKENS, TOKENS % 4), config(likelihood="gaussian"))
+    with pytest.raises(ConfigError, match="task = binary has no noise"):
+        config(task="binary", noise="input")
+    with pytest.raises(ConfigError, match="is a rate of SGD"):
+        config(optimizer="adamw", lr=0.1)
