@@ -71,11 +71,12 @@ def split(particle: ExtractedParticle) -> dict[str, dict[str, Array]]:
         masks = {name: after[name] != 0 for name in names}
         return {name: _parts(before[name], after[name][mask], mask) for name, mask in masks.items()}
     kept = kept_indices(particle.reference, particle.recipe)
-    masks = {
-        # a weight that is computed from others is no parameter: its layer is kept whole
-        name: np.isin(np.arange(len(values)), kept.get(f"{name}.weight", np.arange(len(values))))
-        for name, values in before.items()
-    }
+    masks = {}
+    for name, values in before.items():
+        # a weight that is computed is no parameter: the one of its shape that it is computed from is cut alike
+        sources = [f"{name}.weight", *(key for key in kept if key.startswith(f"{name}.parametrizations.weight."))]
+        found = (kept[key] for key in sources if key in kept and kept[key].numel() == len(after[name]))
+        masks[name] = np.isin(np.arange(len(values)), next(found, np.arange(len(values))))
     return {name: _parts(before[name], after[name], mask) for name, mask in masks.items()}
 
 

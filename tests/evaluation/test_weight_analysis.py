@@ -63,7 +63,7 @@ class Shared(nn.Module):
 
 @pytest.mark.parametrize("granularity", ["weight", "channel"])
 def test_weights_that_are_shared_or_computed(granularity: str) -> None:
-    """Shared ones count once; a layer with a computed weight is kept whole."""
+    """Shared ones count once; computed ones are cut as what they are computed from."""
     data = (torch.randn(64, 1, 8, 8), torch.arange(64) % 10)
     config = dllp.Config(keep_params=0.7, granularity=granularity, particles=1, epochs=1, batch_size=32)  # type: ignore[arg-type]
     run = dllp.prune(Shared(), data, config)
@@ -74,9 +74,8 @@ def test_weights_that_are_shared_or_computed(granularity: str) -> None:
         assert len(layer["kept"]) + len(layer["removed"]) == len(layer["before"]), name
     if granularity == "channel":
         assert list(parts) == ["start.0", "first", "second", "fourth", "last"]
-        assert not len(parts["fourth"]["removed"]) and np.array_equal(
-            parts["fourth"]["kept"], parts["fourth"]["before"]
-        )
+        cut = run.model.get_submodule("fourth").weight
+        assert isinstance(cut, torch.Tensor) and len(parts["fourth"]["kept"]) == cut.numel()
 
 
 def test_a_hard_cut_is_told_from_a_gaussian(capsys: pytest.CaptureFixture[str]) -> None:
