@@ -497,7 +497,8 @@ def healthy_snapshot(state: RunState) -> Callable[[], State]:
 
 def collect(state: RunState, structure: Structure, example: Any, original: nn.Module | None = None) -> Result:
     """Extract every particle of a finished run and count what it costs."""
-    extracted = extract(state.particles, state.gating, state.latents.keep, example)
+    spike = state.latents.spike if state.config.prior == SPIKE_AND_SLAB else None
+    extracted = extract(state.particles, state.gating, state.latents.keep, example, spike)
     shape = tuple(example.shape[1:]) if isinstance(example, Tensor) else ()  # of the one input
     latents = state.latents
     noise = latents.noise().cpu()

@@ -16,19 +16,42 @@ from dllp.training.particles import Particles
 
 
 def extract(
-    particles: Particles, gating: ChannelGating | WeightGating | None, keep: Tensor | None, example: Any
-) -> list[ExtractedParticle]:
-    """The slab part of every particle; refuses, naming the layer, where it is not equal to the gated network."""
+    particles: Particles, gating: ChannelGating | WeightGating | None, keep: Tensor | None, example: Any,
+    spike: float | None = None,
+) -> list[ExtractedParticle]:  # fmt: skip
+    """The slab part of every particle; refuses, naming the layer, where it is not equal to the gated network.
+
+    With the root precision of a `spike` M_0 has its closed channels in it, whoever closed them.
+    """
     if gating is None or keep is None:
         return [ExtractedParticle(plain(network), plain(network)) for network in particles.networks]
     if isinstance(gating, WeightGating):
         return [_zeroed(network, gating, row) for network, row in zip(particles.networks, keep, strict=True)]
     extracted = []
-    for network, row in zip(particles.networks, keep.cpu(), strict=True):
+    sizes = gating.scales.of(particles.rows).cpu()
+    for network, row, scales in zip(particles.networks, keep.cpu(), sizes, strict=True):
         reference, recipe = plain(network), gating.recipe(network, row)
         verify(reference, gating.structure.groups, row, example)
+        if spike is not None:
+            _into_spike(reference, gating, torch.where(row, 1.0, 1 / (spike * scales).clamp_min(1)))
         extracted.append(ExtractedParticle(cut(reference, recipe), reference, recipe, keep=row))
     return extracted
+
+
+@torch.no_grad()
+def _into_spike(reference: nn.Module, gating: ChannelGating, factors: Tensor) -> None:
+    """Shrink what closed channels contribute to a network by `factors` (U,): their scales become the spike's std.
+
+    The budget closes channels that are not in the spike yet. The factors multiply what reads a channel, as gates do,
+    which is its scale for any activation. Widths under a norm stay as they are: its mean is over closed ones too.
+    """
+    for group, here in zip(gating.structure.groups, gating.structure.slices, strict=True):
+        if any(piece.role == "mean" for piece in group.slices):
+            factors[here] = 1
+    parameters = dict(reference.named_parameters())
+    weights = gating.fold.to("cpu")(parameters, factors.to(next(iter(parameters.values())).dtype))
+    for name in parameters.keys() & weights.keys():
+        parameters[name].copy_(weights[name])
 
 
 def plain(network: nn.Module) -> nn.Module:

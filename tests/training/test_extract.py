@@ -113,6 +113,32 @@ def test_reference_keeps_the_spike() -> None:
                 assert moved.nonzero().flatten().tolist() == kept
 
 
+@pytest.mark.parametrize("name", ["chain", "resnet"])
+def test_closed_channels_of_the_reference_are_in_the_spike(name: str) -> None:
+    """Its outputs go to those of the small network as the spike narrows, in proportion to its width."""
+    run = Run(name)
+    gaps = []
+    for spike in (1e3, 1e5, 1e7):
+        found = extract(run.particles, run.gating, run.keep, run.example, spike)
+        x = run.example.to(next(found[0].network.parameters()).dtype)
+        with torch.no_grad():
+            gaps.append(max(float((p.reference(x) - p.network(x)).abs().max()) for p in found))
+        assert all(torch.equal(a, b) for p in found for a, b in _kept(p))
+    assert gaps[0] > 0 and gaps[1] == pytest.approx(gaps[0] / 100, rel=0.2) and gaps[2] < gaps[1] / 50
+    narrow = run.gating.scales.of(run.particles.rows).cpu().amax()
+    wide = extract(run.particles, run.gating, run.keep, run.example, float(1 / narrow))
+    plainly = run.extract()  # a channel that is in the spike already stays as it is
+    for ours, theirs in zip(wide, plainly, strict=True):
+        pairs = zip(ours.reference.parameters(), theirs.reference.parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def _kept(particle: ExtractedParticle) -> list[tuple[Tensor, Tensor]]:
+    """Parameters of M_p, and what the cut leaves of M_0."""
+    again = cut(particle.reference, particle.recipe)
+    return list(zip(again.parameters(), particle.network.parameters(), strict=True))
+
+
 @both_layouts
 def test_what_was_trained_is_what_is_extracted(channels_last: bool) -> None:
     run = Run("resnet", channels_last)
