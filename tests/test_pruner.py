@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dllp
 from dllp import Config, ConfigError, DllpError, StructureError
+from tests.support.commands import ENVIRONMENT
 
 X, Y = torch.randn(24, 1, 6, 6, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 3
 STEPS = 12
@@ -320,3 +324,19 @@ def test_a_network_in_another_precision_is_converted() -> None:
     with pytest.warns(UserWarning, match="the network is float64: it is pruned as a float32 copy"):
         ours = dllp.Pruner(model().double(), {"x": X[:2]}, config(), num_data=24, steps=3)
     assert ours.networks[0](X).dtype == torch.float32
+
+
+@pytest.mark.slow
+def test_processes_that_share_the_batches(tmp_path: Path) -> None:
+    """Two processes with half a batch each end with the same networks, which are those of one."""
+    found = []
+    for size in (1, 2):
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+        command = [*launcher, "-m", "tests.support.own_loop", str(tmp_path / str(size))]
+        subprocess.run(command, env=ENVIRONMENT | {"OMP_NUM_THREADS": "1"}, check=True, timeout=120)
+        found += [torch.load(tmp_path / f"{size}.{rank}", weights_only=True) for rank in range(size)]
+    alone, first, second = found
+    assert torch.equal(first["rows"], second["rows"])
+    for name, value in alone["state"].items():
+        assert torch.equal(first["state"][name], second["state"][name])
+        torch.testing.assert_close(first["state"][name], value, rtol=1e-4, atol=1e-5)
