@@ -1,4 +1,4 @@
-# Two commands matter: `make demo` and `make test`. Both set everything up first.
+# Two commands matter: `make demo` and `make test`. Both set up first what they need, the demo no more than the package.
 PYTHON ?= python3
 VENV   ?= .venv
 JOBS   ?= 2
@@ -6,6 +6,7 @@ FUZZ   ?= 100000
 ATHERIS ?= 2000
 
 BIN   := $(VENV)/bin
+RUNS  := $(VENV)/.runs
 STAMP := $(VENV)/.installed
 
 # The version check of pyright's wrapper would ask the network on every run.
@@ -19,15 +20,19 @@ help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "Variables: PYTHON=$(PYTHON) (3.11 or newer), VENV=$(VENV), JOBS=$(JOBS) (test processes)"
 
-setup: $(STAMP) ## Create the virtual environment and install the pinned versions
+setup: $(STAMP) ## Create the virtual environment, with the pinned versions of the package and of all tools
 
-$(STAMP): pyproject.toml constraints.txt
+$(RUNS): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": try make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e .
+	@touch $@
+
+$(STAMP): $(RUNS)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
-demo: $(STAMP) ## Prune a small network on embedded data to 20% of its FLOPs
+demo: $(RUNS) ## Prune a small network on embedded data to 20% of its FLOPs
 	$(BIN)/dllp prune --data digits --model small_cnn --keep-flops 0.2 --particles 2 --granularity channel --out runs/demo --overwrite
 
 test: lint types layers ## Lint, types, layers, and all tests but the slow ones, with coverage

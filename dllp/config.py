@@ -259,6 +259,8 @@ LONG: dict[str, Any] = dict(
 TRAINED_LR = 0.1
 """Peak rate of a trained network in batches of 512 and 30 epochs."""
 TRAINED_EPOCHS = 30
+FEWEST_EPOCHS, FEW_STEPS = 5, 1000
+"""In fewer epochs rates rise no more; in fewer steps the gates move twice as fast."""
 
 
 def usual_batch(examples: int) -> int:
@@ -266,16 +268,23 @@ def usual_batch(examples: int) -> int:
     return SMALL_BATCH if examples < SMALL else BATCH
 
 
-def trained_schedule(granularity: str, batch_size: int, epochs: int) -> dict[str, Any]:
-    """The schedule of a trained network, for 5 to 60 epochs.
-
-    Rates are larger in large batches and in short runs, by square roots (results/tuning, "Rates for trained starts").
-    """
-    lr = TRAINED_LR * math.sqrt(batch_size / BATCH * TRAINED_EPOCHS / max(epochs, 5))
-    shared: dict[str, Any] = dict(epochs=epochs, teacher="given", lr=lr, lr_end=lr / 100, warmup=1.0, open_until=0.02)
+def trained_schedule(granularity: str) -> dict[str, Any]:
+    """The schedule of a trained network, for 5 to 60 epochs, without its rates."""
+    shared: dict[str, Any] = dict(epochs=TRAINED_EPOCHS, teacher="given", warmup=1.0, open_until=0.02)
     if granularity == "weight":
-        return shared | dict(ramp_until=0.3, discrete_at=0.4, lr_gates=0.02)
-    return shared | dict(ramp_until=0.25, discrete_at=0.3, lr_gates=0.05)
+        return shared | dict(ramp_until=0.3, discrete_at=0.4, weight_decay=1e-3)
+    return shared | dict(ramp_until=0.25, discrete_at=0.3)
+
+
+def trained_rates(granularity: str, batch_size: int, epochs: int, steps: int | None) -> dict[str, float]:
+    """Rates of a trained network, larger in large batches and in short runs (results/tuning/README.md).
+
+    Args:
+        steps: Steps in an epoch, where they are known: in few the gates must move fast.
+    """
+    lr = TRAINED_LR * math.sqrt(batch_size / BATCH) * (TRAINED_EPOCHS / max(epochs, FEWEST_EPOCHS)) ** 0.25
+    gates = 0.02 if granularity == "weight" else 0.1 if steps is not None and steps * epochs < FEW_STEPS else 0.05
+    return dict(lr=lr, lr_end=lr / 100, lr_gates=gates)
 
 
 def _in_order(config: Config, values: dict[str, Any]) -> dict[str, Any]:
@@ -360,12 +369,13 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
         """Names of the fields of :data:`OPEN` that are not filled in."""
         return frozenset(name for name in OPEN if getattr(self, name) is None)
 
-    def resolved(self, *, trained: bool = False, batch_size: int = BATCH) -> Config:
+    def resolved(self, *, trained: bool = False, batch_size: int = BATCH, steps: int | None = None) -> Config:
         """The same configuration with every `None` filled in that stands for a default.
 
         Args:
             trained: The network has learned its task already, and starts as it is given.
             batch_size: Examples in a step, where the configuration does not say it.
+            steps: Steps in an epoch, where they are known.
         """
         channel = self.granularity == "channel"
         epsilon = self._spike
@@ -373,20 +383,22 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
         # around a slab that was chosen, and never beyond the spike: the slab is the wide part
         bounds = min(low, self.slab), min(max(high, self.slab), epsilon)
         batch_size = self.batch_size or batch_size
-        epochs = self.epochs or TRAINED_EPOCHS
-        decay = 0.01 if self.optimizer == "adamw" else 5e-4 if channel else 1e-3 if trained else 1e-4
-        usual = (trained_schedule(self.granularity, batch_size, epochs) if trained else LONG) | {
+        schedule = LONG
+        if trained:
+            rates = trained_rates(self.granularity, batch_size, self.epochs or TRAINED_EPOCHS, steps)
+            schedule = trained_schedule(self.granularity) | rates
+        usual = {"weight_decay": 5e-4 if channel else 1e-4} | schedule
+        usual |= {
             "batch_size": batch_size,
             "round_to": 1,
             "likelihood": "gaussian" if self.task == "regression" else "categorical",
             "epsilon": epsilon,
             "slab_bounds": bounds,
-            "weight_decay": decay,
             "sparsity": 1.0 if channel else 0.0,
             "draw_gates": channel,
         }
         if self.optimizer == "adamw":
-            usual |= {"lr": ADAMW_LR, "lr_end": (self.lr or ADAMW_LR) / 100}
+            usual |= {"lr": ADAMW_LR, "lr_end": (self.lr or ADAMW_LR) / 100, "weight_decay": 0.01}
         elif trained and self.lr is not None:
             usual["lr_end"] = self.lr / 100
         values = {name: value for name, value in usual.items() if getattr(self, name) is None}
@@ -407,16 +419,9 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
     def short(cls, **changes: Any) -> Config:
         """The schedule for trained networks, whatever the network knows: 5 to 60 epochs, taught by its own weights.
 
-        :func:`dllp.prune` chooses it by itself for a network that has learned its task.
+        :func:`dllp.prune` chooses it by itself for a network that has learned its task. Rates wait for the batches.
         """
-        granularity, epochs = changes.get("granularity", "channel"), changes.get("epochs") or TRAINED_EPOCHS
-        preset = trained_schedule(granularity, changes.get("batch_size") or BATCH, epochs)
-        if not changes.get("batch_size"):  # rates wait for the batches
-            preset = {name: value for name, value in preset.items() if name not in ("lr", "lr_end")}
-        elif changes.get("lr"):
-            preset["lr_end"] = changes["lr"] / 100
-        if changes.get("granularity") == "weight":
-            preset["weight_decay"] = 1e-3
+        preset = trained_schedule(changes.get("granularity", "channel"))
         return cls(**{"init": "given", **preset, **changes})
 
     def as_dict(self) -> dict[str, Any]:

@@ -119,7 +119,8 @@ def settled(batches: Source, config: Config, structure: Structure, learned: bool
         size = batches.loader.batch_size or size
     if learned and config.round_to is None and config.granularity == "channel":
         config = replace(config, round_to=suited_multiple(structure, config))
-    return config.resolved(trained=learned, batch_size=size)
+    trained = learned or config.teacher == "given"  # who lets a network teach knows that it is trained
+    return config.resolved(trained=trained, batch_size=size, steps=batches.steps)
 
 
 def has_learned(model: nn.Module, batches: Source, config: Config, objective: Objective) -> bool:

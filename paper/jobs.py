@@ -86,7 +86,8 @@ def recipe(network: str, granularity: str, **changes: Any) -> Config:
 def short(granularity: str, **changes: Any) -> Config:
     """The short preset, for a network that a recipe above has trained."""
     shared = {name: SHARED[name] for name in ("particles", "batch_size", "beta", "round_to", "lr", "lr_end")}
-    return Config.short(**{**shared, "granularity": granularity, **changes})
+    gates = {"lr_gates": 0.05 if granularity == "channel" else 0.02}
+    return Config.short(**{**shared, **gates, "granularity": granularity, **changes})
 
 
 # ---- jobs

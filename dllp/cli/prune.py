@@ -23,7 +23,7 @@ from dllp.cli.open_run import build_network, check_import, configure, describe, 
 from dllp.config import Config, changeable
 from dllp.data import Dataset
 from dllp.data.unreadable import Report, SkippedImage
-from dllp.devices.device import WORKSPACE, WORKSPACES, find_device
+from dllp.devices.device import WORKSPACE, WORKSPACES, find_device, use_fastest_threads
 from dllp.devices.ranks import Ranks, joined, restarts
 from dllp.errors import ConfigError, Interrupted, NumericsError, RankError
 from dllp.evaluation import evaluate, examples
@@ -34,14 +34,13 @@ from dllp.runs.checkpoints import Checkpoints, Signals, interrupt
 from dllp.runs.folder import DENSE_FILE, EVALUATION, SETTINGS, TENSORBOARD, RunFolder, member
 from dllp.runs.settings import DLLP, Task
 from dllp.runs.tensors import write_network
+from dllp.structure.slicing import copied
 from dllp.training import health
 from dllp.training.state import RunState
 
-MAY_CHANGE = ("data_root", "workers", "max_bad")
+MAY_CHANGE = ("data_root", "workers", "max_bad", "threads")
 """Parts of the task that may differ when a run goes on: they change no batch."""
 Prepared = tuple[Dataset, Config, torch.nn.Module, list[str]]
-BEFORE = "before fine-tuning"
-"""The row of another method's network as it was cut."""
 
 
 def run(args: Namespace) -> None:
@@ -115,7 +114,7 @@ def prepared(ranks: Ranks, task: Task, values: dict[str, Any], report: Report | 
         model = build_network(task, *sizes, config.seed)
         new_head = pretrained.start(model, Path(task.weights)) if task.weights else []
         if new_head:  # what has a new last layer teaches nothing
-            config = replace(config, teacher="off")
+            config = replace(config.resolved(trained=True), teacher="off")
         return data, (api.settle(model, data, config) if task.method == DLLP else config.resolved()), model, new_head
 
     return ranks.together(work)
@@ -149,12 +148,34 @@ def chosen_settings(args: Namespace, ranks: Ranks) -> tuple[Task, dict[str, Any]
     return task, values
 
 
+def with_threads(task: Task, model: torch.nn.Module, data: Dataset, config: Config, ranks: Ranks) -> Task:
+    """The task with its number of CPU threads, which PyTorch is set to; that of a GPU or of several processes stays."""
+    if find_device(config.device).type != "cpu" or not ranks.alone:
+        return task
+    if task.threads is not None:
+        torch.set_num_threads(task.threads)
+        return task
+    network = copied(model).train()
+    x = torch.randn(config.batch_size, *data.train.shape)
+
+    def step() -> None:
+        with torch.random.fork_rng():
+            network(x).sum().backward()
+
+    try:
+        return replace(task, threads=use_fastest_threads(step))
+    except Exception:  # a network of other inputs or outputs: the run itself says what is wrong, if anything is
+        return replace(task, threads=torch.get_num_threads())
+
+
 def chosen_words(task: Task, values: dict[str, Any], config: Config) -> str:
     """One line about the schedule that a run has, and about choices that nobody made."""
     trained = config.teacher == "given" or task.short
     taught = ", the network as it was as its teacher" if config.teacher == "given" else ""
     kind = f"schedule for trained weights{taught}" if trained else "schedule for a start without trained weights"
     rates = f"{config.epochs} epochs, batches of {config.batch_size}, lr {config.lr:.3g}"
+    if task.threads is not None:
+        rates += f", {task.threads} thread{'s' * (task.threads > 1)}"
     besides = ""
     if config.round_to > 1 and "round_to" not in values:
         besides = (
@@ -192,6 +213,7 @@ class _Pruning:
         data, config, model, new_head = prepared(self.ranks, self.task, values, self.leave_out, quiet)
         for text in new_head:
             progress.warn(text)
+        self.task = with_threads(self.task, model, data, config, self.ranks)
         if not quiet:
             print(chosen_words(self.task, values, config))
         device = find_device(config.device)
@@ -213,7 +235,7 @@ class _Pruning:
         rows = found.rows
         if before is not None:
             cut = evaluate.measure(before, data.test, device=device).rows
-            rows[-1:-1] = [replace(row, name=BEFORE) for row in cut]
+            rows[-1:-1] = [replace(row, name=evaluate.BEFORE) for row in cut]
         write_rows(out / EVALUATION, task, rows, **found.besides())
         if config.task == "classification":
             examples.collect(found.clean[evaluate.TOGETHER], found.clean.get(evaluate.DENSE)).write(out)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from statistics import median
 from typing import Any
 
 import torch
@@ -18,6 +20,10 @@ WORKSPACE, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 """cuBLAS is deterministic with these workspaces only, and reads the variable when it starts."""
 AUTOCAST_ONLY = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 """Modules whose weight goes into one operation that autocast casts it for, and nowhere else; not their subclasses."""
+
+
+TRIES, WORTH = 5, 0.9
+"""Repeats by which one thread is compared with all, and the share of its time at which all are worth it."""
 
 
 def find_device(name: str, local: int | None = None) -> torch.device:
@@ -53,6 +59,28 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": str(device),
         "hardware": accelerator,
     }
+
+
+def use_fastest_threads(work: Callable[[], object]) -> int:
+    """Set PyTorch to one CPU thread or to all it has, whichever does `work` sooner now; returns their number.
+
+    On a busy machine threads that wait for each other take several times as long as one. A number that the user has
+    set by OMP_NUM_THREADS stays.
+    """
+    every = torch.get_num_threads()
+    if every == 1 or "OMP_NUM_THREADS" in os.environ:
+        return every
+    times: dict[int, list[float]] = {1: [], every: []}
+    for repeat in range(TRIES + 1):
+        for count, found in times.items():
+            torch.set_num_threads(count)
+            began = time.perf_counter()
+            work()
+            if repeat:  # the first one warms up
+                found.append(time.perf_counter() - began)
+    best = every if median(times[every]) < WORTH * median(times[1]) else 1
+    torch.set_num_threads(best)
+    return best
 
 
 @contextmanager

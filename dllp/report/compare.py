@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dllp.deploy.speed import describe, headline
 from dllp.errors import ArtifactError
-from dllp.evaluation.evaluate import DENSE, TOGETHER
+from dllp.evaluation.evaluate import BEFORE, DENSE, TOGETHER
 from dllp.report.contents import Run
 from dllp.report.figures import CYCLE, GREY, MARKS, Plot, Section, axis, bars, line, marks, plot_text, short
 from dllp.report.page import metric, percent, short_number, table
@@ -67,19 +67,26 @@ def _pareto(runs: Mapping[str, Run]) -> Plot:
     points = _points(runs)
     best = front(points)
     traces = [line("Pareto front", short(p.macs for p in best), [sign * p.quality for p in best], GREY, "dash")]
+    before = [p for p in points if p.network == BEFORE]
     for i, label in enumerate(runs):
-        own = [p for p in points if p.run == label]
+        own = [p for p in points if p.run == label and p not in before]
         symbols = [MARKS[KINDS.index(p.network) if p.network in KINDS else 3] for p in own]
         traces.append(marks(
             label, [p.macs for p in own], short(sign * p.quality for p in own),
             {"color": CYCLE[i % len(CYCLE)], "size": 12, "symbol": symbols}, text=[plot_text(p.network) for p in own],
             hovertemplate="%{text}: %{x:.4s} MACs, %{y}<extra>%{fullData.name}</extra>",
         ))  # fmt: skip
+    if before:  # most are at chance: they would stretch the axis, until somebody asks for them
+        traces.append(marks(
+            BEFORE, [p.macs for p in before], short(sign * p.quality for p in before),
+            {"color": GREY, "size": 12, "symbol": MARKS[3]}, text=[plot_text(p.run) for p in before],
+            visible="legendonly",
+        ))  # fmt: skip
     return Plot(
         "pareto", f"{'RMSE' if name == 'rmse' else 'Accuracy'} against FLOPs",
         "Circles are dense networks, squares single particles, diamonds the ensembles of a run's particles, which cost "
-        "the sum; triangles are further particles, or networks as they were cut, before fine-tuning. On the front, "
-        "nothing is both cheaper and better.",
+        "the sum; triangles are further particles. On the front, nothing is both cheaper and better."
+        + (" A click in the legend shows the networks as they were cut, before fine-tuning." * bool(before)),
         traces,
         {"xaxis": axis("multiply-accumulates of one example", type="log"),
          "yaxis": axis(name, tickformat=".1%" if name == "accuracy" else "~g")},

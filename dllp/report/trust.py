@@ -17,13 +17,15 @@ from dllp.evaluation.examples import Examples
 from dllp.report import figures
 from dllp.report.contents import Picture, Run, Uncertainty
 from dllp.report.figures import BLUE, DASHES, GREEN, GREY, MARKS, ORANGE, VERMILION, Plot, Section, Trace, axis, short
-from dllp.report.page import html_text, note
+from dllp.report.page import html_text, note, percent, table
 
 NETWORKS = {DENSE: ORANGE, "particle 1": BLUE, TOGETHER: GREEN}
 """The networks that are drawn: the dense one, the one that is shipped, and the ensemble."""
 KINDS: tuple[Uncertainty, ...] = ("aleatoric", "epistemic")
 POINTS = 300
 HISTOGRAM = 40
+CLASSES = 5
+"""Classes that are named where two networks differ."""
 SHOWN, LARGEST = 12, 160
 """Images of each kind, and the longer side of what is embedded."""
 CORRUPTED = {
@@ -42,8 +44,32 @@ def section(run: Run) -> Section | None:
     names = [name for name in NETWORKS if name in found.predicted]
     plots = [_reliability(found, names), _risk(found, names)]
     plots += [_uncertainty(found, kind) for kind in KINDS if float(getattr(found, kind).max()) > 0]
-    images = "".join(_gallery(kind, [p for p in run.pictures if p.kind == kind]) for kind in KINDS)
+    images = _agreement(run, found)
+    images += "".join(_gallery(kind, [p for p in run.pictures if p.kind == kind]) for kind in KINDS)
     return Section("trust", "Trust", plots=tuple(plots), markup=images or note(run.missing.get("images", "")))
+
+
+def _agreement(run: Run, found: Examples) -> str:
+    """A table of dense against shipped network: how often both agree, and where they differ most."""
+    name = "particle 1"
+    if DENSE not in found.predicted:
+        return ""
+    before, after = found.correct(DENSE), found.correct(name)
+    same = found.predicted[DENSE] == found.predicted[name]
+    cells = {
+        "same answer": same, "both right": before & after, "only the dense one right": before & ~after,
+        "only the pruned one right": ~before & after, "both wrong": ~before & ~after,
+    }  # fmt: skip
+    rows = [[text, str(int(each.sum())), percent(float(each.double().mean()), 2)] for text, each in cells.items()]
+    data = run.info.get("data")
+    classes = data.get("classes") if isinstance(data, dict) else None
+    differing = found.labels[~same].bincount()
+    most = [int(c) for c in differing.argsort(descending=True, stable=True)[:CLASSES] if int(differing[c])]
+    named = [f"{classes[c] if classes and c < len(classes) else c} ({int(differing[c])})" for c in most]
+    where = f" They differ most in: {', '.join(named)}." if named else ""
+    taught = "teacher and student" if run.config.get("teacher") == "given" else "dense and pruned network"
+    head = f"<h3>{html_text(taught.capitalize())}</h3>"
+    return head + table(("of all examples", "number", "share"), rows) + note(f"Answers of {name} and dense.{where}")
 
 
 def _reliability(found: Examples, names: list[str]) -> Plot:

@@ -50,6 +50,7 @@ class Task:
         method: `dllp`, or one of the methods that `dllp methods` lists, trained by the same recipe to the same budget;
             with hyperparameters, for example `polarization:strength=1e-4,t=1.1`.
         finetune_epochs: Epochs of training after the cut, for other methods than dllp.
+        threads: CPU threads of the run; by default one or all, whichever is faster as it starts. Bits depend on them.
     """
 
     data: str = "digits"
@@ -66,8 +67,11 @@ class Task:
     dense: bool = True
     method: str = DLLP
     finetune_epochs: int = 0
+    threads: int | None = None
 
     def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"threads = {self.threads}: at least 1 is needed")
         if self.finetune_epochs and self.method == DLLP:
             raise ConfigError(
                 "finetune_epochs is for other methods: dllp trains on within its own epochs, leave it out or give 0"

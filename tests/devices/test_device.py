@@ -16,6 +16,7 @@ from dllp import Result
 from dllp.baselines import find, run
 from dllp.data import ArrayData, load
 from dllp.deploy.export import export
+from dllp.devices import device
 from dllp.devices.device import WORKSPACE, WORKSPACES, check_repeatable, find_device
 from dllp.errors import ConfigError
 from dllp.evaluation.evaluate import measure
@@ -145,3 +146,23 @@ def test_deterministic_kernels_on_cuda_need_a_workspace(monkeypatch: pytest.Monk
     for value in WORKSPACES:
         monkeypatch.setenv(WORKSPACE, value)
         check_repeatable(CUDA, deterministic=True)
+
+
+@pytest.mark.parametrize(("together", "chosen"), [(0.5, 2), (0.95, 1), (6.0, 1)])
+def test_one_thread_or_all_by_what_is_faster_now(monkeypatch: pytest.MonkeyPatch, together: float, chosen: int) -> None:
+    """By a clock of its own: all threads take `together` of the time that one takes."""
+    clock = [0.0]
+    monkeypatch.setattr(device.time, "perf_counter", lambda: clock[0])
+
+    def work() -> None:
+        clock[0] += 1.0 if torch.get_num_threads() == 1 else together
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+        assert device.use_fastest_threads(work) == 2 and not clock[0], "what the user has set stays"
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        assert device.use_fastest_threads(work) == torch.get_num_threads() == chosen
+    finally:
+        torch.set_num_threads(before)

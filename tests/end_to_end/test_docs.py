@@ -1,7 +1,8 @@
 """The documentation: its examples run, its names and links exist, and the site builds without a network.
 
-A comment before a block says what a test does with it: `<!-- test: skip -->`, or `<!-- test: OLD -> NEW | ... -->` to
-make it short. Blocks of a page share a namespace and a folder, like a reader who follows them from top to bottom.
+A comment before a block says what a test does with it: `<!-- test: skip -->`, `<!-- test: needs PACKAGE -->` to run it
+where that is installed, or `<!-- test: OLD -> NEW | ... -->` to make it short. Blocks of a page share a namespace and a
+folder, like a reader who follows them from top to bottom.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import yaml
 import dllp
 from dllp.cli.parser import parse
 from paper.jobs import recipe
+from paper.pages import written
 from paper.tables import TABLES
 from tests.support.commands import ENVIRONMENT
 
@@ -63,7 +65,9 @@ def blocks(page: Path) -> list[Block]:
             assert old in code, f"{page.name}: the marker's {old!r} is not in its block"
             code = code.replace(old, new)
         line = text.count("\n", 0, match.start("code"))
-        found.append(Block(match["language"], code, line, marker == "skip"))
+        needed = marker.removeprefix("needs ") if marker.startswith("needs ") else ""
+        absent = bool(needed) and importlib.util.find_spec(needed) is None
+        found.append(Block(match["language"], code, line, marker == "skip" or absent))
     return found
 
 
@@ -163,13 +167,21 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", head.lower()).strip()) for head in heads}
 
 
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_pages_hold_their_tables_and_the_reference(page: Path) -> None:
+    """They read without a build; `python -m paper.pages` writes them."""
+    text = page.read_text(encoding="utf-8")
+    assert written(text) == text
+    assert not re.search(r"^(--8<--|:::)", text, re.MULTILINE) and not re.search(r"\]\[dllp", text)
+
+
 def test_the_citation_is_of_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == dllp.__version__ and citation["license"] == "MIT"
 
 
 def test_the_site_builds_and_fetches_nothing(tmp_path: Path) -> None:
-    for needed in ("mkdocs", "material", "mkdocstrings"):
+    for needed in ("mkdocs", "material"):
         pytest.importorskip(needed, reason="needs the documentation's packages: pip install -e '.[docs]'")
     site = tmp_path / "site"
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
@@ -209,7 +221,8 @@ def test_the_recipe_on_the_page_of_results_is_the_one_that_tables_take() -> None
             numbers = tuple(float(number) for number in row[column].split(" to "))
             assert getattr(config, row[0]) == (numbers[0] if len(numbers) == 1 else numbers), row
         named = {name for name, _, _ in rows} | {"init", "batch_size", "epochs", "lr", "lr_end", "granularity"}
-        changed = {f.name for f in fields(dllp.Config) if getattr(recipe("resnet56", granularity), f.name) != f.default}
+        usual = dllp.Config(granularity=granularity).resolved()  # type: ignore[arg-type]
+        changed = {f.name for f in fields(dllp.Config) if getattr(config, f.name) != getattr(usual, f.name)}
         assert changed <= named
 
 
@@ -219,6 +232,7 @@ def test_the_command_on_the_page_of_results_is_a_row_of_table_1() -> None:
     row = next(row for row in TABLES["table1"].rows if row.name == "dllp-channel-55")
     wanted, given = row.job.config, args.chosen
     assert args.command == "prune" and given["model"] == row.job.network and given["data"] == TABLES["table1"].data
-    defaults = {f.name: f.default for f in fields(dllp.Config)}
+    wanted, defaults = wanted.resolved(), dllp.Config().resolved().as_dict()
+    defaults["slab_bounds"] = tuple(defaults["slab_bounds"])
     for name in defaults.keys() - {"seed", "init", "precision"}:  # by name a network starts fresh
         assert given.get(name, defaults[name]) == getattr(wanted, name), name

@@ -59,7 +59,7 @@ def test_a_trained_network_gets_its_schedule_and_any_other_the_long_one(trained:
     for model, learned in ((trained, True), (network(), False)):
         found = dllp.prune(model, loader, dllp.Config(keep_flops=0.6, epochs=2, device="cpu"))
         wanted = Config(keep_flops=0.6, epochs=2, batch_size=20, device="cpu", round_to=8 if learned else 1)
-        assert found.config == wanted.resolved(trained=learned)
+        assert found.config == wanted.resolved(trained=learned, steps=3)
         assert (found.config.teacher, found.original is not None) == (("given", True) if learned else ("off", False))
 
 
@@ -78,12 +78,15 @@ def test_a_regression_that_has_learned_is_known() -> None:
     assert dllp.prune(model, (x, -x.sum(1, keepdim=True)), config).config.teacher == "off"
 
 
-def test_rates_follow_batch_and_epochs_by_square_roots() -> None:
-    def lr(batch: int, epochs: int) -> float:
-        return Config(epochs=epochs).resolved(trained=True, batch_size=batch).lr
+def test_rates_follow_batch_epochs_and_steps() -> None:
+    def lr(batch: int, epochs: int, **changes: Any) -> float:
+        return Config(epochs=epochs, **changes).resolved(trained=True, batch_size=batch).lr
 
-    assert lr(512, 30) == 0.1 and lr(128, 30) == pytest.approx(0.05) and lr(512, 120) == pytest.approx(0.05)
+    assert lr(512, 30) == 0.1 and lr(128, 30) == pytest.approx(0.05) and lr(512, 480) == pytest.approx(0.05)
     assert lr(512, 1) == lr(512, 5), "a run of a few steps is not made wild"
+    assert lr(32, 5, optimizer="adamw") == 1e-3
+    gates = [Config(epochs=10).resolved(trained=True, steps=steps).lr_gates for steps in (99, 100, None)]
+    assert gates == [0.1, 0.05, 0.05]
     assert Config(lr=0.3).resolved(trained=True).lr_end == pytest.approx(0.003)
 
 

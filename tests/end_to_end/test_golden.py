@@ -44,7 +44,7 @@ def published_digests() -> dict[str, str]:
 def public_names() -> list[str]:
     """The names that docs/reference.md promises."""
     text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
-    return re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)
+    return re.findall(r"^### (dllp\.[\w.]+)$", text, re.MULTILINE)
 
 
 def help_texts() -> dict[str, str]:

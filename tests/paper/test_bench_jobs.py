@@ -178,7 +178,15 @@ def images(count: int) -> ArrayData:
 
 def test_its_epochs_are_shared_out() -> None:
     preset = Config.short(
-        keep_flops=0.5, epochs=1, particles=2, batch_size=512, beta=0.1, round_to=1, lr=0.1, lr_end=0.001
+        keep_flops=0.5,
+        epochs=1,
+        particles=2,
+        batch_size=512,
+        beta=0.1,
+        round_to=1,
+        lr=0.1,
+        lr_end=0.001,
+        lr_gates=0.05,
     )
     assert JOB.config == preset and JOB.config.init == "given"
     assert JOB.dense == Job("small_cnn", "dense", epochs=2) and JOB.derived
