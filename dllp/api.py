@@ -352,10 +352,10 @@ def new_config(config: Config | None) -> Config:
     return _checked(config, None).resolved()
 
 
-def settle(model: nn.Module, data: Data, config: Config) -> Config:
+def settle(model: nn.Module, data: Data, config: Config, loss: LossFn | None = None) -> Config:
     """The configuration that :func:`prune` would work with: every default filled in, by the network and the data."""
     config = _checked(config, None)
-    channels, objective = config.granularity == "channel", Objective(config)
+    channels, objective = config.granularity == "channel", Objective(config, loss)
     found = prepare(model, data, replace(config, device="cpu"), None, channels=channels, objective=objective)
     return settled(found.batches, config, found.structure, has_learned(model, found.batches, config, objective))
 

@@ -82,16 +82,22 @@ def build_network(task: Task, num_classes: int, in_channels: int, image_size: in
         return zoo.build(task.model, num_classes, in_channels, image_size=image_size)
 
 
-def imported(path: str) -> nn.Module:
-    """The network that `package.module:factory` returns; the current folder is importable."""
+def made(what: str, path: str, *, called: bool = True) -> Any:
+    """What `package.module:function` returns, or the function itself; the current folder is importable."""
     here = os.getcwd()  # the user's code may leave it
     sys.path.insert(0, here)
     try:
-        model = pkgutil.resolve_name(path)()
+        found = pkgutil.resolve_name(path)
+        return found() if called else found
     except Exception as error:  # whatever the user's code raises is the user's to repair, and one line says what
-        raise ConfigError(f"model {path!r} cannot be made ({type(error).__name__}: {first_line(error)})") from error
+        raise ConfigError(f"{what} {path!r} cannot be made ({type(error).__name__}: {first_line(error)})") from error
     finally:
         sys.path.remove(here)
+
+
+def imported(path: str) -> nn.Module:
+    """The network that `package.module:factory` returns."""
+    model = made("model", path)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model {path!r} gives a {type(model).__name__}: it must return a torch.nn.Module")
     return model
@@ -99,8 +105,10 @@ def imported(path: str) -> nn.Module:
 
 def check_import(task: Task, args: Namespace, whose: str) -> None:
     """Raise where code would be imported because a file names it, which the command line neither names nor trusts."""
-    if task.is_code and "model" not in args.chosen and not args.trust_imports:
-        raise ConfigError(f"{whose} network is code, {task.model}: name it with --model, or add --trust-imports")
+    for name in task.code:
+        if name not in args.chosen and not args.trust_imports:
+            what, path = {"model": "network"}.get(name, name), getattr(task, name)
+            raise ConfigError(f"{whose} {what} is code, {path}: name it with --{name}, or add --trust-imports")
 
 
 # ---- from a run folder

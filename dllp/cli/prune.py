@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from dllp.baselines import find as find_method
 from dllp.baselines import run as baseline
 from dllp.cli import progress
 from dllp.cli.evaluate import write_rows
-from dllp.cli.open_run import build_network, check_import, configure, describe, disk, read_data
+from dllp.cli.open_run import build_network, check_import, configure, describe, disk, made, read_data
 from dllp.config import Config, changeable
 from dllp.data import Dataset
 from dllp.data.unreadable import Report, SkippedImage
@@ -71,9 +72,9 @@ def run(args: Namespace) -> None:
                 print(f"{out} holds a finished run: there is nothing to do")
             return
         task, values = found
-        if task.is_code:
-            folder.command += f" --model {shlex.quote(task.model)}"
-        _Pruning(args, ranks, folder, signals, task).run(values)
+        folder.command += trusting(task)
+        pruning = _Pruning(args, ranks, folder, signals, task)
+        (pruning.run_code if "data" in task.code else pruning.run)(values)
 
 
 def follow(ranks: Ranks, signals: Signals) -> None:
@@ -143,6 +144,8 @@ def chosen_settings(args: Namespace, ranks: Ranks) -> tuple[Task, dict[str, Any]
         whose = "the settings file's"
     task, values = settings.split(values)
     check_import(task, args, whose)
+    if "data" in task.code and not ranks.alone:
+        raise ConfigError("data of your own code is for one process: start it without torchrun, or use dllp.Pruner")
     if task.method != DLLP and not ranks.alone:
         raise ConfigError(f"method {task.method} trains in one process: start it without torchrun")
     return task, values
@@ -192,14 +195,14 @@ def after_words(result: Result, examples: int, config: Config) -> list[str]:
             f"all particles: the mean of {len(result.particles)} predictions, at the cost of all; one of {examples} "
             f"examples is {100 / examples:.2g} points, differences of a few are noise"
         )
-    if result.history[-1].get("validation_loss"):
+    if result.history and result.history[-1].get("validation_loss"):
         found.append(progress.validated(result.history))
     return found
 
 
 def trusting(task: Task) -> str:
     """The end of a command that may import the run's network, which its folder names."""
-    return f" --model {shlex.quote(task.model)}" if task.is_code else ""
+    return "".join(f" --{name} {shlex.quote(getattr(task, name))}" for name in task.code)
 
 
 class _Pruning:
@@ -245,6 +248,26 @@ class _Pruning:
             for text in after_words(result, len(data.test), config):
                 print(text)
             print(f"run folder: {out}\nnext: dllp report {shlex.quote(str(out))}{trusting(task)}")
+
+    def run_code(self, values: dict[str, Any]) -> None:
+        """A run whose network, data and loss are the user's code: networks and record, without evaluation."""
+        task, out, quiet = self.task, self.folder.folder, self.args.quiet
+        config = task.config(values)
+        model, data = build_network(task, 0, 0, 0, config.seed), made("data", task.data)
+        if task.weights:
+            pretrained.start(model, Path(task.weights))
+        loss = None if task.loss is None else made("loss", task.loss, called=False)
+        config = api.settle(model, data, config, loss=loss)
+        self.text = settings.write(task.anchored(), config)
+        with progress.reporter(quiet) as self.shown:
+            result = self.train(partial(api.prune, loss=loss), "pruned", model, data, config)
+        result.write_networks(out)
+        result.write_run(out)
+        if not quiet:
+            for k, size in enumerate(result.sizes):
+                share = f"{100 * size.macs / result.dense.macs:.1f}% of the multiply-accumulates"
+                print(f"particle {k + 1}: {share}, {100 * size.params / result.dense.params:.1f}% of the parameters")
+            print(f"run folder: {out}")
 
     def dllp(
         self, model: torch.nn.Module, data: Dataset, config: Config, new_head: list[str]
@@ -319,9 +342,10 @@ class _Pruning:
             board.close()
         if held.signal is not None:  # it came after the last step
             raise Interrupted(held.signal)
-        nothing = health.learned_nothing(result.history[-1]["loss"], data.train.y, config.budget[1])
-        if nothing:
-            progress.warn(f"{name}: {nothing}")
+        if isinstance(data, Dataset) and result.history:
+            nothing = health.learned_nothing(result.history[-1]["loss"], data.train.y, config.budget[1])
+            if nothing:
+                progress.warn(f"{name}: {nothing}")
         return result
 
     def leave_out(self, image: SkippedImage) -> None:

@@ -32,8 +32,10 @@ class Task:
 
     Args:
         data: `digits` (embedded), `cifar10`, or a folder: train/<class>/*.jpg and val or test/<class>/*.jpg, of any
-            size; the same as tar shards; or train_x.npy, train_y.npy, test_x.npy and test_y.npy.
+            size; the same as tar shards; or train_x.npy, train_y.npy, test_x.npy and test_y.npy. Or
+            package.module:function, which returns what dllp.prune takes as data; such a run is not evaluated.
         model: A network's name, or package.module:factory, called without arguments.
+        loss: package.module:function, called with the network and a batch, in place of the task's own loss.
         weights: Trained weights to start from, .safetensors or .pt, read without running any code of theirs;
             `--init FILE` is the same.
         preset: The `paper`'s own setting, `short` for 5 to 60 epochs from trained weights with those as teacher, or
@@ -55,6 +57,7 @@ class Task:
 
     data: str = "digits"
     model: str = "small_cnn"
+    loss: str | None = None
     weights: str | None = None
     preset: Literal["default", "paper", "short"] | None = None
     data_root: str | None = None
@@ -76,6 +79,11 @@ class Task:
             raise ConfigError(
                 "finetune_epochs is for other methods: dllp trains on within its own epochs, leave it out or give 0"
             )
+        if ("data" in self.code or self.loss) and (self.code[:2] != ("model", "data") or self.method != DLLP):
+            raise ConfigError(
+                "data or a loss of your own code need data and network of your own code, and method dllp: give --model "
+                "package:factory and --data package:data"
+            )
 
     @property
     def split(self) -> str:
@@ -86,6 +94,13 @@ class Task:
     def is_code(self) -> bool:
         """The network comes from an import."""
         return ":" in self.model
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """Fields whose values are code to be imported."""
+        data = ":" in self.data and not Path(self.data).exists()
+        named = {"model": self.is_code, "data": data, "loss": self.loss is not None}
+        return tuple(name for name, imported in named.items() if imported)
 
     @property
     def short(self) -> bool:

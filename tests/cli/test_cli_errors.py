@@ -57,7 +57,7 @@ from tests.support.commands import FAST, npy, one_line
         ("prune --data one", ["at least two"]),
         ("prune --data bad --model mlp", ["NaN", "example 3"]),
         ("prune --task regression", ["task = regression", "torch.int64"]),
-        ("prune --data table --model mlp --task classification", ["task = classification", "torch.float32"]),
+        ("prune --data table --model mlp --task classification", ["for a classification", "torch.float32"]),
         ("prune --data table --model NETS:wide", ["7 outputs", "2 targets"]),
         ("prune --validation 5000", ["5000"]),
         ("prune --out file/run", ["file"]),
