@@ -108,6 +108,8 @@ def speed(args: Namespace) -> None:
         files.write_json(Path(args.json), report, named=True)
     if not args.quiet:
         progress.show_speed(rows, layers, f"{folder}: particle {args.particle} against dense")
+        padded = f" --pad-to {args.round_to}" if "--pad-to" in speed.advice(rows) else ""
+        print(progress.next_step("export", args.folder, args, f"--out network.onnx{padded}"))
     if args.particle == 1:  # the one that the report speaks of
         try:
             files.write_json(folder / SPEED, report)

@@ -52,6 +52,7 @@ def run(args: Namespace) -> None:
     if corruptions and not stored.other_data and args.subset is None:
         _keep_corruptions(folder, task, found.rows)
     progress.show_evaluation(found, f"{folder} on {len(test)} {task.split} examples of {task.data}")
+    print(progress.next_step("speed", args.folder, args))
 
 
 def subset(data: ArrayData, fraction: float, seed: int) -> ArrayData:

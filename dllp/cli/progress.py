@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -165,6 +167,14 @@ def describe(record: EpochRecord, target: float | None, device: torch.device) ->
     if device.type == "cuda":
         parts.append(short_number(torch.cuda.max_memory_allocated(device), "B"))
     return " ".join(parts)
+
+
+def next_step(command: str, folder: str, args: Namespace, more: str = "") -> str:
+    """The line that names the command to go on with, with the network where this one was given it."""
+    model = args.chosen.get("model")
+    words = ["dllp", command, shlex.quote(folder), *([f"--model {shlex.quote(model)}"] if model else []), more]
+    trusted = "--trust-imports" if args.trust_imports and not model else ""
+    return f"next: {' '.join(filter(None, [*words, trusted]))}"
 
 
 def validated(history: Sequence[Mapping[str, Any]]) -> str:

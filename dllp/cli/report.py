@@ -53,6 +53,8 @@ def run(args: Namespace) -> None:
         files.write_bytes(path, page)
     if not args.quiet:
         print(f"{path}: {len(page):,} bytes, opens in any browser")
+        if alone:
+            print(progress.next_step("evaluate", args.folders[0], args, "--ood noise"))
 
 
 def command(folder: Path, stored: Mapping[str, Any]) -> str:
