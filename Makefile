@@ -14,7 +14,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-slow test-hosts crash fuzz audit lint format types layers docs bench-step wheel clean
+.PHONY: help setup demo test test-slow test-zoo test-hosts crash fuzz audit lint format types layers docs bench-step wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,10 +36,15 @@ demo: $(RUNS) ## Prune a small network on embedded data to 20% of its FLOPs
 	$(BIN)/dllp prune --data digits --model small_cnn --keep-flops 0.2 --particles 2 --granularity channel --out runs/demo --overwrite
 
 test: lint types layers ## Lint, types, layers, and all tests but the slow ones, with coverage
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" --cov --cov-report=term --cov-fail-under=95
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not zoo" --cov --cov-report=term --cov-fail-under=95
 
 test-slow: $(STAMP) ## The tests that take minutes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow
+
+test-zoo: $(STAMP) ## 59 networks of timm, transformers and torchvision, which it installs; writes results/structure
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[zoo]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m zoo
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.known_networks.table
 
 lint: $(STAMP) ## Check style, formatting, and what bandit thinks unsafe
 	$(BIN)/ruff check .

@@ -242,6 +242,9 @@ def trace(model: nn.Module, inputs: tuple[Any, ...]) -> Trace:
         stack.enter_context(attributes)
         stack.enter_context(axes)
         output = model(*inputs)
+    for product in axes.trace.products:  # the heads of PyTorch's own attention, which no view of its own shows
+        if product.weight is None and isinstance(model.get_submodule(product.module), nn.MultiheadAttention):
+            attributes.sizes[product.module, "num_heads", 0] = [product.labels[0]]
     for tensor in tree_leaves(output):
         if isinstance(tensor, Tensor):
             for label in axes.label(tensor):

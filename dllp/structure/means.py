@@ -119,6 +119,7 @@ class GatedForward:
     """The forward of a module whose means are gated wherever it has gates."""
 
     def __init__(self, module: nn.Module, axis: int) -> None:
+        self.hook = -1
         self.module, self.axis, self.inner = module, axis, vars(module).get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,13 +129,20 @@ class GatedForward:
             return forward(*args, **kwargs)
 
 
+def _nothing(*_: Any) -> None:
+    pass
+
+
 def gate_means(model: nn.Module, axes: dict[str, int]) -> None:
     """Let the named modules of a network take gated means over an axis each, in place."""
     for name, axis in axes.items():
         module = model.get_submodule(name)
         if isinstance(vars(module).get("forward"), GatedForward):
             continue
-        module.forward = GatedForward(module, axis)  # type: ignore[assignment]
+        forward = GatedForward(module, axis)
+        # encoder layers of PyTorch call a kernel in place of their norms unless they see a hook
+        forward.hook = module.register_forward_pre_hook(_nothing).id
+        module.forward = forward  # type: ignore[assignment]
 
 
 def plain_means(model: nn.Module) -> None:
@@ -144,5 +152,6 @@ def plain_means(model: nn.Module) -> None:
         if isinstance(gated, GatedForward):
             del module.forward
             vars(module).pop(GATE, None)
+            module._forward_pre_hooks.pop(gated.hook, None)
             if gated.inner is not None:
                 module.forward = gated.inner

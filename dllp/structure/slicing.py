@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from dllp.errors import StructureError, first_line
 from dllp.records import Recipe
 from dllp.structure import attributes
+from dllp.structure.attention import shrink
 from dllp.structure.following import follow
 from dllp.structure.means import GATE, gate_means, plain_means
 
@@ -252,7 +253,7 @@ def _replace(module: nn.Module, name: str, value: Tensor) -> None:
 
 def _cut_module(module: nn.Module, entries: dict[str, Tensor]) -> None:
     _cut_sides(module, {entry: kept for entry, kept in entries.items() if entry in ("out", "in")})
-    for entry, kept in entries.items():
+    for entry, kept in sorted(entries.items()):  # attributes first
         if entry.startswith(".@"):
             follow(module, entry[1:], kept.tolist())
         elif entry.startswith("."):
@@ -276,6 +277,8 @@ def _resize(module: nn.Module) -> None:
         module.out_channels = module.groups * times
     elif isinstance(module, nn.RNNBase):
         module.input_size = module._parameters["weight_ih_l0"].shape[1]  # type: ignore[union-attr]
+    elif isinstance(module, nn.MultiheadAttention):
+        shrink(module)
     elif isinstance(module, nn.Embedding):
         module.embedding_dim = weight.shape[1]  # type: ignore[union-attr]
     elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and weight is not None:

@@ -65,13 +65,15 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, *_: Any, **__: Any) -> Tenso
 @contextmanager
 def exactly() -> Iterator[None]:
     """Compute in float64, whatever numbers a forward asks for."""
-    default = torch.get_default_dtype()
+    default, fast = torch.get_default_dtype(), torch.backends.mha.get_fastpath_enabled()
     torch.set_default_dtype(torch.float64)
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         with Doubled():
             yield
     finally:
         torch.set_default_dtype(default)
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 class Gap(NamedTuple):

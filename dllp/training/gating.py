@@ -109,8 +109,9 @@ class ChannelGating:
         return widened(self.structure, keep.cpu(), [lane] * len(self.structure.groups), logits.cpu())
 
     def closed(self, network: nn.Module, padded: Tensor, keep: Tensor) -> tuple[Fold, Tensor]:
-        """The fold of a network that was cut to `padded`, and its gates: 0 for units that only pad."""
+        """The fold of a network that was cut to `padded`, prepared for it, and its gates: 0 for units that only pad."""
         fold, gates = closing_fold(network, self.structure, padded, keep.cpu())
+        fold.prepare(network)
         device = next(network.parameters()).device
         return fold.to(device), gates.to(device)
 

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from dllp.errors import StructureError
+from dllp.structure.attention import CutAttention
 from dllp.structure.groups import Structure, discover
 from dllp.structure.padding import padded
 from dllp.structure.select import select
@@ -262,6 +263,42 @@ def test_padding_leaves_widths_under_norms_alone() -> None:
 def test_recipes_of_strangers(bad: dict[str, dict[str, list[int]]]) -> None:
     with pytest.raises(StructureError):
         cut(NETWORKS["fused"](), bad)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("masks", ["none", "causal", "padding", "both"])
+def test_attention_by_its_own_sizes_is_pytorchs(batch_first: bool, need_weights: bool, masks: str) -> None:
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first).double().eval()
+    query, other = torch.randn(2, 5, WIDTH, dtype=torch.float64), torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    options: dict[str, Tensor] = {}
+    if masks in ("causal", "both"):
+        options["attn_mask"] = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    if masks in ("padding", "both"):
+        options["key_padding_mask"] = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    args = [x if batch_first else x.transpose(0, 1) for x in (query, other, other)]
+    expected = module(*args, need_weights=need_weights, **options)
+    actual = CutAttention(module)(*args, need_weights=need_weights, **options)
+    torch.testing.assert_close(actual[0], expected[0])
+    assert (actual[1] is None) == (expected[1] is None)
+    if need_weights:
+        torch.testing.assert_close(actual[1], expected[1])
+
+
+def test_attention_without_a_batch_and_for_each_head() -> None:
+    module = nn.MultiheadAttention(WIDTH, HEADS, bias=False).eval()
+    x = torch.randn(5, WIDTH)
+    expected, actual = (f(x, x, x, average_attn_weights=False) for f in (module, CutAttention(module)))
+    torch.testing.assert_close(actual, expected)
+    mask = torch.zeros(HEADS, 5, 5)
+    with pytest.raises(NotImplementedError, match="each head"):
+        CutAttention(module)(x, x, x, attn_mask=mask)
+    causal = torch.full((5, 5), -torch.inf).triu(1)
+    torch.testing.assert_close(
+        CutAttention(module)(x, x, x, need_weights=False, is_causal=True)[0],
+        module(x, x, x, need_weights=False, attn_mask=causal)[0],
+    )
 
 
 def test_several_means_in_one_module_are_not_gated() -> None:

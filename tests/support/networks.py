@@ -173,7 +173,7 @@ def mlp() -> nn.Module:
 
 
 class Transformer(nn.Module):
-    """Tokens, attention, norm and feed-forward; only the inner width of the last is free."""
+    """Tokens, attention, norms and feed-forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,7 +307,7 @@ FAMILIES: dict[str, Family] = {
     "sequence": Family(sequence, lambda: torch.randn(2, 3, 9), _stem("0", "3"), ("fc",)),
     "volume": Family(volume, lambda: torch.randn(1, 3, 4, 4, 4), _stem("0", "3"), ("fc",)),
     "mlp": Family(mlp, lambda: torch.randn(4, 6), ("0", "2"), ("5",)),
-    "transformer": Family(Transformer, lambda: torch.arange(7)[None], ("up",), ("embed", "attend", "fc")),
+    "transformer": Family(Transformer, lambda: torch.arange(7)[None], ("embed", "attend", "up"), ("fc",)),
     "twice": Family(Twice, images, ("stem", "last"), ("fc",)),
     "group_norm": Family(lambda: normed(lambda: nn.GroupNorm(2, 8)), images, _stem("0", "3"), ("fc",)),
     "response_norm": Family(lambda: normed(lambda: nn.LocalResponseNorm(3)), images, _stem("3"), ("features.0", "fc")),

@@ -82,6 +82,7 @@ def test_padded_networks_equal_the_gated_one(name: str, channels_last: bool) -> 
         fold, gates = gating.closed(part.network, pad, kept)
         weights = fold(dict(part.network.named_parameters()), gates)
         found = functional_call(part.network, weights, (x,))
+        gating.fold.prepare(model)
         wanted = functional_call(model, gating.fold(dict(model.named_parameters()), kept.double()), (x,))
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
         slab = gating.slab_coordinates(model, particles.layout, kept)
