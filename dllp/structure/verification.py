@@ -90,7 +90,7 @@ def verify(model: nn.Module, groups: Sequence[Group], keep: Tensor, example: Ten
     with isolated(model):
         exact, worst = trainable_copy(model).double(), 0.0
         for draw in range(DRAWS):
-            values = _random_inputs(exact, inputs, draw)
+            values = _random_inputs(copied(exact, shared=True), inputs, draw)
             found, heard = compare(exact, groups, keep, values, sensitive=True)
             if found.value > TOLERANCE:
                 raise StructureError(f"the channels cannot be pruned safely: {found.message}; {WEIGHTS_INSTEAD}")
