@@ -40,7 +40,7 @@ from dllp.method import likelihood
 from dllp.structure.groups import Structure, discover
 from dllp.structure.select import select
 from dllp.structure.slicing import copied
-from dllp.structure.trace import UNFIT, check_network, isolated, misfit
+from dllp.structure.trace import UNFIT, check_network, explained, isolated, misfit
 from dllp.training.forward import called_by
 from dllp.training.gating import ChannelGating, FilterFn, WeightGating
 from dllp.training.objective import LABELS, Objective
@@ -132,7 +132,8 @@ def has_learned(model: nn.Module, batches: Source, config: Config, objective: Ob
         network = copied(model).cpu().eval()
         for batch in batches.epoch(0):
             x, y = (trees.apply(trees.part(part, slice(0, LOOKED_AT)), Tensor.cpu) for part in batch)
-            found = objective(network, x, y)
+            with explained(x, cut=False):
+                found = objective(network, x, y)
             if found.output is None or found.labels is None:
                 return False
             if found.output.dim() > 2 and config.task == "classification":
