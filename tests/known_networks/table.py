@@ -79,16 +79,23 @@ def main(names: list[str]) -> None:
     """Examine the named networks, or all, and write results.json and the tables."""
     torch.set_num_threads(1)
     path = RESULTS / "networks.json"
-    known = {row["name"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+    before = json.loads(path.read_text()) if path.exists() else {"rows": [], "versions": {}}
+    known = {row["name"]: row for row in before["rows"]}
     for name in names or NETWORKS:
         row = examine(name)
         known[name] = asdict(row)
         print(f"{name:34} {row.half:4.0%} {row.most:5.0%} {row.seconds:6.1f} s  {row.difference:.0e}", flush=True)
     RESULTS.mkdir(parents=True, exist_ok=True)
     rows = [known[name] for name in NETWORKS if name in known]
-    versions = {"torch": torch.__version__} | {
-        name: sys.modules[name].__version__ for name in ("timm", "transformers", "torchvision") if name in sys.modules
-    }
+    versions = (
+        before["versions"]
+        | {"torch": torch.__version__}
+        | {
+            name: sys.modules[name].__version__
+            for name in ("timm", "transformers", "torchvision")
+            if name in sys.modules
+        }
+    )
     path.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
     for kind in ("convolutional", "transformer"):
         chosen = [Row(**row) for row in rows if row["kind"] == kind]
