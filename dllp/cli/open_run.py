@@ -29,7 +29,7 @@ from dllp.data.unreadable import Report, parse_fraction
 from dllp.errors import ArtifactError, ConfigError, DataError, first_line
 from dllp.evaluation.evaluate import DENSE
 from dllp.posterior import Posterior, posterior_of
-from dllp.runs import settings
+from dllp.runs import settings, trusted
 from dllp.runs.folder import DENSE_FILE, RUN, SETTINGS, member, particle_file, reference_file
 from dllp.runs.result import Run
 from dllp.runs.result import read_run as read_record
@@ -103,12 +103,18 @@ def imported(path: str) -> nn.Module:
     return model
 
 
-def check_import(task: Task, args: Namespace, whose: str) -> None:
-    """Raise where code would be imported because a file names it, which the command line neither names nor trusts."""
+def check_import(task: Task, args: Namespace, whose: str, folder: Path | None = None) -> None:
+    """Raise where code would be imported because a file names it, which the user neither names nor trusts.
+
+    What is trusted for a run folder once is remembered for it.
+    """
     for name in task.code:
-        if name not in args.chosen and not args.trust_imports:
-            what, path = {"model": "network"}.get(name, name), getattr(task, name)
+        what, path = {"model": "network"}.get(name, name), getattr(task, name)
+        known = folder is not None and trusted.is_trusted(folder, path)
+        if name not in args.chosen and not args.trust_imports and not known:
             raise ConfigError(f"{whose} {what} is code, {path}: name it with --{name}, or add --trust-imports")
+    if folder is not None and args.trust_imports:
+        trusted.remember(folder, [getattr(task, name) for name in task.code])
 
 
 # ---- from a run folder
@@ -221,7 +227,7 @@ def read_run(folder: Path, args: Namespace, *, needed: Sequence[str] = ("model",
             raise ConfigError(f"{folder} has no {SETTINGS}: name the run's {name} with --{name}")
     task, _ = settings.split({**stored, **chosen})
     if "model" in needed:
-        check_import(task, args, "the run's")
+        check_import(task, args, "the run's", folder)
     info = files.typed(Info, record.info, f"{folder / RUN}: info")
     sizes = info.data.num_classes, info.data.in_channels, info.data.image_size, *info.data.shape
     if not all(0 <= size <= LARGEST for size in sizes) or min(info.data.std or (1.0,)) <= 0:

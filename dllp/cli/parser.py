@@ -131,7 +131,7 @@ def _texts(cls: type) -> dict[str, str]:
 
 # ---- options that several commands take
 
-TRUST = "--trust-imports", bool, "Import the network that a settings file names."
+TRUST = "--trust-imports", bool, "Import the code that a settings file names; of a run folder it is asked for once."
 QUIET = "--quiet", bool, "Print nothing but errors."
 
 

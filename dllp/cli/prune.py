@@ -143,7 +143,7 @@ def chosen_settings(args: Namespace, ranks: Ranks) -> tuple[Task, dict[str, Any]
         values = (settings.read(Path(args.config)) if args.config else {}) | args.chosen
         whose = "the settings file's"
     task, values = settings.split(values)
-    check_import(task, args, whose)
+    check_import(task, args, whose, Path(args.out) if args.resume else None)
     if "data" in task.code and not ranks.alone:
         raise ConfigError("data of your own code is for one process: start it without torchrun, or use dllp.Pruner")
     if task.method != DLLP and not ranks.alone:

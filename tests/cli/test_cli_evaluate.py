@@ -156,7 +156,19 @@ def test_code_named_by_a_run_is_not_imported_silently(nets: str, tmp_path: Path,
     assert main(["evaluate", "run"]) == 2
     one_line(capsys, model, "--model", "--trust-imports")
     assert main(["evaluate", "run", "--model", model]) == 0
+    assert main(["evaluate", "run"]) == 2  # naming it once is not trusting the folder
     assert main(["evaluate", "run", "--trust-imports"]) == 0
+    assert main(["evaluate", "run"]) == 0  # which is remembered, for this folder and this code alone
+    shutil.copytree("run", "other")
+    settings = tmp_path / "run" / "config.yaml"
+    settings.write_text(settings.read_text().replace(model, f"{nets}:linear"))
+    capsys.readouterr()
+    for folder, code in (("other", model), ("run", f"{nets}:linear")):
+        assert main(["evaluate", folder]) == 2
+        one_line(capsys, code, "--trust-imports")
+    place = tmp_path / "settings" / "dllp" / "trusted.json"
+    place.write_text("{")  # a damaged file trusts nothing
+    assert main(["evaluate", "run"]) == 2
 
 
 def test_a_run_saved_from_python_needs_names(tmp_path: Path, capsys: Capture) -> None:
