@@ -1,0 +1,63 @@
+"""Transformers of Hugging Face as people have them: pruned in heads, neurons and width, loaded again, and decoded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dllp
+
+transformers: Any = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[dev]'")
+WORDS, LENGTH = 50, 12
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=LENGTH, num_labels=3,
+    )  # fmt: skip
+    return transformers.BertForSequenceClassification(config)
+
+
+def llama() -> nn.Module:
+    """Grouped queries: two key and value heads for four query heads."""
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=64, max_position_embeddings=64, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("make", [bert, llama])
+def test_a_run_from_start_to_loaded_network(make: Any, tmp_path: Path) -> None:
+    tokens = torch.randint(3, WORDS, (64, LENGTH))
+    labels = tokens[:, 0] % 3 if make is bert else tokens
+    model = make()
+    config = dllp.Config(keep_flops=0.4, epochs=1, batch_size=32, optimizer="adamw", device="cpu")
+    result = dllp.prune(model, {"input_ids": tokens, "labels": labels}, config, progress=False)
+    assert 0.395 * result.dense.macs < result.sizes[0].macs <= 0.4 * result.dense.macs
+    kept = {name: counts[0] / counts[-1] for name, counts in result.widths.items()}
+    assert min(kept.values()) < 1 and any("attn" in name or "attention" in name for name in kept)
+    result.save(tmp_path / "run")
+    again = dllp.load(tmp_path / "run", make()).model
+    with torch.no_grad():
+        assert torch.equal(result.model(input_ids=tokens).logits, again(input_ids=tokens).logits)
+    if make is llama:
+        decode(result.model, tokens[:4])
+
+
+@torch.no_grad()
+def decode(model: Any, tokens: torch.Tensor) -> None:
+    """A step of decoding with cached keys and values is the last of a whole forward, and greedy words are the same."""
+    whole = model(input_ids=tokens, use_cache=False).logits
+    past = model(input_ids=tokens[:, :8], use_cache=True).past_key_values
+    for i in range(8, LENGTH):
+        found = model(input_ids=tokens[:, i : i + 1], past_key_values=past, use_cache=True)
+        torch.testing.assert_close(found.logits[:, 0], whole[:, i], rtol=1e-5, atol=1e-6)
+        past = found.past_key_values
+    words = [model.generate(tokens[:1], max_new_tokens=16, do_sample=False, use_cache=c) for c in (True, False)]
+    assert torch.equal(*words) and words[0].shape[1] > LENGTH
