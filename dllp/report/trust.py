@@ -44,9 +44,13 @@ def section(run: Run) -> Section | None:
     names = [name for name in NETWORKS if name in found.predicted]
     plots = [_reliability(found, names), _risk(found, names)]
     plots += [_uncertainty(found, kind) for kind in KINDS if float(getattr(found, kind).max()) > 0]
-    images = _agreement(run, found)
-    images += "".join(_gallery(kind, [p for p in run.pictures if p.kind == kind]) for kind in KINDS)
-    return Section("trust", "Trust", plots=tuple(plots), markup=images or note(run.missing.get("images", "")))
+    images = "".join(_gallery(kind, [p for p in run.pictures if p.kind == kind]) for kind in KINDS)
+    return Section(
+        "trust",
+        "Trust",
+        plots=tuple(plots),
+        markup=_agreement(run, found) + (images or note(run.missing.get("images", ""))),
+    )
 
 
 def _agreement(run: Run, found: Examples) -> str:

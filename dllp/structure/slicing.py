@@ -210,6 +210,8 @@ def _checked(name: str, module: nn.Module, entries: Mapping[str, list[int]]) -> 
     sizes: dict[Any, int] = {**side_sizes(module)}
     result = {}
     for entry, kept in entries.items():
+        if any(abs(value) >= 2**31 for value in kept):
+            raise StructureError(f"the recipe of {name!r}, entry {entry!r}, holds a number that is no size or index")
         result[entry] = torch.tensor(kept)
         if entry.startswith(".@"):
             number, _, rank = entry[2:].partition("/")

@@ -56,9 +56,10 @@ def test_a_regression_follows_its_teachers_outputs() -> None:
 def test_the_given_network_teaches_by_default_and_begins_when_it_is_asked_to() -> None:
     """Before `teacher_from` the steps are those without a teacher, to the last bit."""
     given, steps = network(2), {}
-    for name, changes in {"off": {}, "late": {"teacher": "given", "teacher_from": 0.5}}.items():
+    phases = dict(lr_end=0.001, lr_gates=0.05, open_until=0.1, ramp_until=0.3, discrete_at=0.5)
+    for name, changes in {"off": {"teacher": "off"}, "late": {"teacher": "given", "teacher_from": 0.5}}.items():
         rows: list[Tensor] = []
-        config = dllp.Config(**OPTIONS, **changes)  # type: ignore[arg-type]
+        config = dllp.Config(**OPTIONS, **phases, **changes)  # type: ignore[arg-type]
         dllp.prune(given, table(), config, on_step=lambda run, rows=rows: rows.append(run.particles.rows.clone()))
         steps[name] = rows
     half = len(steps["off"]) // 2

@@ -6,6 +6,7 @@ import functools
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ from paper.figures_3_4 import QUALITIES
 from paper.prediction_metrics import from_probabilities
 from paper.store import LABELS, Store, pack
 
+OPTIONS: dict[str, Any] = dict(keep_flops=0.5, particles=2, epochs=2, batch_size=6, device="cpu", warmup=0)
+
 # ---- run folders
 
 
@@ -33,7 +36,7 @@ def run_folders(root: Path) -> list[Reader]:
     found = []
     shared: dict[str, list[bytes]] = {}
     for granularity in ("channel", "weight"):
-        config = dllp.Config(granularity=granularity, keep_flops=0.5, epochs=2, batch_size=6, device="cpu", warmup=0)
+        config = dllp.Config(granularity=granularity, **OPTIONS)
         folder = dllp.prune(network(), examples(), config).save(root / granularity)
         for name in ("run.json", "gates.safetensors", "particle-0.safetensors", "reference-0.safetensors"):
             content = (folder / name).read_bytes()
@@ -71,7 +74,7 @@ def _load(folder: Path, name: str, whole: bytes, content: bytes) -> object:
 
 def reports(root: Path) -> list[Reader]:
     """Every file of a run folder that `dllp report` reads, through everything that is shown of it."""
-    config = dllp.Config(keep_flops=0.5, epochs=2, batch_size=6, device="cpu", warmup=0)
+    config = dllp.Config(**OPTIONS)
     result = dllp.prune(network(), examples(), config)
     folder = result.save(root / "run")
     x, y = examples()
