@@ -30,7 +30,7 @@ def in_notebook() -> bool:
 
 
 def display() -> Live | None:
-    """What follows a training here: a bar in a notebook, a line on a terminal, or nothing."""
+    """Display of a training as it runs: a bar in a notebook, a line on a terminal, or nothing."""
     if in_notebook():
         return Bar()
     return Live() if sys.stderr is not None and sys.stderr.isatty() else None

@@ -1,4 +1,4 @@
-"""What one does with a result: evaluate, export, time and show it. The methods of :class:`dllp.Result` call these.
+"""Verbs of a finished result: evaluate, export, time and show it. The methods of :class:`dllp.Result` call these.
 
 They stand above the rooms that they bring together; a result finds them when one of its methods is called.
 """

@@ -35,7 +35,7 @@ def seed() -> None:
 
 @pytest.fixture(autouse=True)
 def own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test trusts is forgotten after it."""
+    """Settings of the user that are forgotten after the test."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
 
 

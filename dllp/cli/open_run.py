@@ -83,7 +83,7 @@ def build_network(task: Task, num_classes: int, in_channels: int, image_size: in
 
 
 def made(what: str, path: str, *, called: bool = True) -> Any:
-    """What `package.module:function` returns, or the function itself; the current folder is importable."""
+    """Result of `package.module:function`, or the function itself; the current folder is importable."""
     here = os.getcwd()  # the user's code may leave it
     sys.path.insert(0, here)
     try:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dllp.errors import StructureError
+
 
 class CutAttention:
     """The forward of a cut `nn.MultiheadAttention` with one width of queries, keys and values.
@@ -60,7 +62,9 @@ class CutAttention:
             if mask.dtype == torch.bool:
                 mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask, -torch.inf)
             if mask.dim() == 3:  # a mask for each head: some are gone
-                raise NotImplementedError("a mask for each head of a cut nn.MultiheadAttention")
+                raise StructureError(
+                    "a cut nn.MultiheadAttention takes no mask for each head: give one of shape (T, S)"
+                )
             result = mask if result is None else result + mask
         return result
 

@@ -95,7 +95,7 @@ class Unknown(Exception):
 
 
 class Tracer(Protocol):
-    """What rules ask of a trace and tell it; see :class:`dllp.structure.axes.Axes`."""
+    """The side of a trace that rules read and write; see :class:`dllp.structure.axes.Axes`."""
 
     def label(self, tensor: Tensor) -> list[Label]: ...
     def set(self, tensor: Tensor, labels: list[Label]) -> None: ...

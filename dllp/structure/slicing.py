@@ -55,7 +55,7 @@ class Slice:
 
     @property
     def key(self) -> tuple[bool, str, int]:
-        """What is cut: slices of several groups may cut one axis."""
+        """The place that is cut: slices of several groups may cut one axis."""
         return self.role in ("write", "read"), self.name, self.axis
 
 

@@ -29,7 +29,7 @@ LABELS = "labels"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one forward pass found.
+    """Loss, outputs and labels of one forward pass.
 
     Attributes:
         loss: () mean over what was observed.

@@ -40,7 +40,7 @@ class Teacher:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, objective: Objective, x: Any, y: Any) -> Taught:
-        """What it teaches about a batch; read after :meth:`wait`.
+        """Predictions of the teacher for a batch; read after :meth:`wait`.
 
         In a captured step it runs beside the particles, on a stream of its own.
         """

@@ -292,7 +292,7 @@ def test_attention_without_a_batch_and_for_each_head() -> None:
     expected, actual = (f(x, x, x, average_attn_weights=False) for f in (module, CutAttention(module)))
     torch.testing.assert_close(actual, expected)
     mask = torch.zeros(HEADS, 5, 5)
-    with pytest.raises(NotImplementedError, match="each head"):
+    with pytest.raises(StructureError, match="takes no mask for each head"):
         CutAttention(module)(x, x, x, attn_mask=mask)
     causal = torch.full((5, 5), -torch.inf).triu(1)
     torch.testing.assert_close(
