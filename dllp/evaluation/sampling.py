@@ -46,8 +46,8 @@ def sample_gates(
     for particle, row in zip(result.particles, logits, strict=True):
         fold = _fold(result, particle.reference, particle.gated, example)
         for _ in range(draws):
-            logistic = gates.logistic_noise(row.shape, generator)
-            z = gates.relax(row, temperature, logistic) if temperature else gates.discretise(row + logistic).float()
+            z = gates.sample(row, temperature or 1.0, torch.rand(row.shape, generator=generator))
+            z = z if temperature else z.round()  # open with probability theta at any temperature
             networks.append(copy.deepcopy(particle.reference).eval())
             fold_in(networks[-1], fold, z)
     return posterior_of(networks, result.posterior.noise.repeat_interleave(draws), result.config)

@@ -90,7 +90,7 @@ def describe(weights: ArrayLike, reference: ArrayLike | None = None, *, fits: bo
         count=len(w),
         std=float(w.std()),
         near_zero=near_zero_ratio(w),
-        kurtosis=excess_kurtosis(w),
+        kurtosis=float(scipy.stats.kurtosis(w)),
         ks=gaussian_distance(some),
         dip=statistic,
         dip_p=p_value,
@@ -106,12 +106,6 @@ def near_zero_ratio(weights: ArrayLike) -> float:
     """(m,) -> P(|w| < 0.1 s) over what a Gaussian of the same s has there: 1 for a Gaussian, 0 for a cut tail."""
     w = _flat(weights)
     return float((np.abs(w) < WIDTH * w.std()).mean() / math.erf(WIDTH / math.sqrt(2)))
-
-
-def excess_kurtosis(weights: ArrayLike) -> float:
-    """(m,) -> fourth central moment over the squared variance, less the Gaussian's 3."""
-    w = _flat(weights)
-    return float((((w - w.mean()) / w.std()) ** 4).mean() - 3)
 
 
 def gaussian_distance(weights: ArrayLike) -> float:
