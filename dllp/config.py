@@ -7,7 +7,6 @@ and `keep_params` it means no budget.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -15,7 +14,7 @@ from functools import cache, wraps
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from dllp.errors import ConfigError
+from dllp.errors import ConfigError, nearest
 
 T = TypeVar("T")
 Granularity = Literal["channel", "weight"]
@@ -69,8 +68,7 @@ def _names_checked(cls: type[T]) -> type[T]:
     def checked(self: T, *values: Any, **named: Any) -> None:
         for name in named:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]}?" if near else "see dllp.Config for the list"
+                hint = nearest(name, known, "see dllp.Config for the list")
                 raise ConfigError(f"unknown configuration name {name!r}: {hint}")
         init(self, *values, **named)
 

@@ -29,7 +29,7 @@ from dllp.data.unreadable import Report, parse_fraction
 from dllp.errors import ArtifactError, ConfigError, DataError, first_line
 from dllp.evaluation.evaluate import DENSE
 from dllp.posterior import Posterior, posterior_of
-from dllp.runs import settings, trusted
+from dllp.runs import settings
 from dllp.runs.folder import DENSE_FILE, RUN, SETTINGS, member, particle_file, reference_file
 from dllp.runs.result import Run
 from dllp.runs.result import read_run as read_record
@@ -110,11 +110,11 @@ def check_import(task: Task, args: Namespace, whose: str, folder: Path | None = 
     """
     for name in task.code:
         what, path = {"model": "network"}.get(name, name), getattr(task, name)
-        known = folder is not None and trusted.is_trusted(folder, path)
+        known = folder is not None and settings.is_trusted(folder, path)
         if name not in args.chosen and not args.trust_imports and not known:
             raise ConfigError(f"{whose} {what} is code, {path}: name it with --{name}, or add --trust-imports")
     if folder is not None and args.trust_imports:
-        trusted.remember(folder, [getattr(task, name) for name in task.code])
+        settings.trust(folder, [getattr(task, name) for name in task.code])
 
 
 # ---- from a run folder

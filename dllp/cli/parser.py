@@ -15,8 +15,8 @@ from typing import Any, Literal, NoReturn, get_args
 
 from dllp import __version__
 from dllp.config import OPEN, Config, types_of
-from dllp.errors import ConfigError
-from dllp.runs.settings import SUFFIXES, TASK, Task, convert, near
+from dllp.errors import ConfigError, nearest
+from dllp.runs.settings import SUFFIXES, TASK, Task, convert
 
 ABOUT = "Neural networks made small by Bayesian pruning, with a posterior that says how far to trust what is left."
 NETWORKS = ("mlp", "resnet20", "resnet50", "resnet56", "small_cnn", "small_resnet", "vgg11_bn", "vgg16_bn")
@@ -60,7 +60,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if rest:
         word = next((word.partition("=")[0] for word in rest if word.startswith("-")), rest[0])
         known = commands.choices[args.command]._option_string_actions
-        raise ConfigError(f"unexpected argument {word}{near(word, known, args.command)}")
+        raise ConfigError(f"unexpected argument {word}: {nearest(word, known, f'see dllp {args.command} --help')}")
     given = vars(args)
     args.chosen = {name.removeprefix(CHOSEN): given.pop(name) for name in [*given] if name.startswith(CHOSEN)}
     return args
