@@ -272,12 +272,9 @@ def _check_inputs(inputs: object, batch_size: int) -> None:
 
 def _forward(network: nn.Module, inputs: Any) -> Any:
     """Outputs for inputs of any structure; an error about them is reported with what the first layer takes."""
-    x = trees.tensors(inputs)[0]
+    x, (args, named) = trees.tensors(inputs)[0], trees.arguments(inputs)
     try:
-        if isinstance(inputs, dict):
-            outputs = network(**inputs)
-        else:
-            outputs = network(*inputs) if isinstance(inputs, (tuple, list)) else network(inputs)
+        outputs = network(*args, **named)
     except (*UNFIT, TypeError) as error:
         if type(error) not in (*UNFIT, TypeError):
             raise

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from dllp.config import Config, usual_batch
@@ -127,7 +126,7 @@ def has_learned(model: nn.Module, batches: Source, config: Config, objective: Ob
     """True where a run starts from a network that answers training examples clearly better than a constant does."""
     if config.init != "given" or config.task == "binary" or not objective.scored:
         return False
-    outputs, targets = [], []
+    losses, targets, examples = [], [], 0
     with isolated(model), torch.no_grad():
         network = copied(model).cpu().eval()
         for batch in batches.epoch(0):
@@ -136,23 +135,18 @@ def has_learned(model: nn.Module, batches: Source, config: Config, objective: Ob
                 found = objective(network, x, y)
             if found.output is None or found.labels is None:
                 return False
-            if found.output.dim() > 2 and config.task == "classification":
-                answers, y = likelihood.per_position(found.output, found.labels)
-                answers, y = answers[y != likelihood.IGNORED], y[y != likelihood.IGNORED]
-            else:
-                answers, y = found.output.flatten(1), found.labels
-            outputs.append(answers.float())
-            targets.append(y)
-            if sum(map(len, targets)) >= LOOKED_AT:
+            y = found.labels
+            targets.append(y if y.is_floating_point() else y[y != likelihood.IGNORED])
+            losses.append(trees.count(x) * likelihood.task_loss(found.output.float(), y, config.task))
+            examples += trees.count(x)
+            if examples >= LOOKED_AT:
                 break
-    answers, y = torch.cat(outputs), torch.cat(targets)
+    y = torch.cat(targets)
     if config.task == "regression":
-        y = y.reshape(answers.shape)
-        found, constant = (answers - y).square().mean(), (y - y.mean(0)).square().mean()
+        constant = (y - y.mean(0)).square().mean()
     else:
-        frequency = y.mean(0) if y.is_floating_point() else y.bincount() / len(y)
-        found, constant = F.cross_entropy(answers, y), torch.special.entr(frequency).sum()
-    return bool(found < BETTER * constant)
+        constant = torch.special.entr(y.mean(0) if y.is_floating_point() else y.bincount() / len(y)).sum()
+    return bool(sum(losses) < BETTER * examples * constant)
 
 
 def suited_multiple(structure: Structure, config: Config) -> int:
@@ -573,14 +567,6 @@ def make_teacher(
 
 
 # ---- networks and their arguments
-
-
-def called_with(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A user's example as arguments of the network: a dict by name, a tuple or list in order, anything else alone."""
-    example = trees.plain(example)
-    if isinstance(example, dict):
-        return (), example
-    return (tuple(example), {}) if isinstance(example, (tuple, list)) else ((example,), {})
 
 
 def positional(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
