@@ -1,4 +1,4 @@
-"""How weights are distributed, and what pruning leaves of it: Section 9, equations 7 and 8.
+"""The distribution of weights, and what pruning leaves of it: Section 9, equations 7 and 8.
 
 Pure functions of one-dimensional arrays. "Lossless" in figures: a kept part that still looks like the Gaussian it came
 from has a near-zero ratio of 1, no excess kurtosis, one mode, and a small distance to its Gaussian. Hard pruning by

@@ -20,7 +20,7 @@ from dllp.runs import result
 from dllp.runs.folder import CORRUPTIONS, EVALUATION, LOG, SPEED, member
 
 BRIEF = "a brief look in PyTorch; dllp speed measures more"
-"""How a page's own times were measured, where the run has none."""
+"""Source of a page's own times, where the run has none."""
 Uncertainty = Literal["aleatoric", "epistemic"]
 
 
