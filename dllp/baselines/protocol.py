@@ -167,12 +167,12 @@ def check_range(most: float = 1e9, **values: float) -> None:
 
 def prior_penalty(scales: Scales, prior: Prior, strength: float, *parameters: float) -> Gradient:
     """Gradient of -strength * log prior of the units' sizes |scale|."""
-    at = scales.coordinates
+    at = scales.at
 
     def gradient(rows: Tensor) -> Tensor:
         scores = prior.unit_scores(scales.of(rows), scales.lengths, *parameters)
         result = torch.zeros_like(rows)
-        result[:, at] = strength * scales.pulls(rows, scores)[..., None] * rows[:, at]
+        result[:, at] = strength * scales.at_coordinates(scales.pulls(rows, scores)) * rows[:, at]
         return result
 
     return gradient
