@@ -322,13 +322,7 @@ def check_loss(model: nn.Module, objective: Objective, config: Config, x: Any) -
                 calls.append((args, kwargs))
                 return network(*args, **kwargs)
 
-            try:
-                found = objective(called_by(network, call), x)
-            except DllpError:
-                raise
-            except Exception as error:  # whatever a stranger's loss or forward raises
-                which = "the loss" if objective.loss is not None else "the network"
-                raise DataError(f"{which} fails on a batch, {type(error).__name__}: {first_line(error)}") from error
+            found = objective(called_by(network, call), x)
             _check_value(found.loss, network, bool(calls))
     objective.residuals, objective.scored = found.residual is not None, found.scored
     if config.likelihood == "gaussian" and config.task == "classification" and not objective.residuals:
@@ -345,11 +339,8 @@ def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def _check_value(loss: Any, network: nn.Module, called: bool) -> None:
-    """Raise unless the loss is a finite scalar that depends on the network."""
-    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise StructureError(f"the loss is {what}: a scalar is needed, the mean over the batch")
+def _check_value(loss: Tensor, network: nn.Module, called: bool) -> None:
+    """Raise unless the loss is finite and depends on the network."""
     if not called:
         raise StructureError("loss does not call the network: compute it from what network(...) returns")
     learning = [p for p in network.parameters() if p.requires_grad]

@@ -181,7 +181,10 @@ class Particles:
         `add` the row of `gradients` is then left undefined. Returns the gradients in `others`.
         """
         parameters, views = self._targets[i]
-        found = torch.autograd.grad(value, [*parameters, *others], allow_unused=True, retain_graph=retain_graph)
+        known = [*parameters, *others] if value.requires_grad else []
+        found = torch.autograd.grad(value, known, allow_unused=True, retain_graph=retain_graph) if known else ()
+        if all(gradient is None for gradient in found[: len(parameters)]):
+            raise independent(i)
         part = self.sliced[i] if self.sliced else None
         row = self.gradients[i] if part is None else part.gradient
         if into is not None and add:  # the row holds what came before
@@ -225,6 +228,13 @@ class Particles:
         self.begin_step()
         for network, part in zip(self.networks, self.sliced, strict=False):
             scatter_buffers(network, part)
+
+
+def independent(i: int) -> StructureError:
+    """The error for a loss that says nothing about particle i."""
+    return StructureError(
+        f"the loss of particle {i + 1} does not depend on its weights: compute it from what network(...) returns"
+    )
 
 
 def _write(views: Sequence[Tensor], gradients: Sequence[Tensor | None], add: bool) -> None:
