@@ -33,11 +33,15 @@ Gradient = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Published:
-    """A published figure: points of accuracy lost at so many percent of FLOPs removed, on CIFAR-10."""
+    """A published figure: points of accuracy lost at so many percent of FLOPs removed, on CIFAR-10.
+
+    A `rerun` is what somebody else measured: the method's own paper has no such row.
+    """
 
     network: str
     removed: float
     drop: float
+    rerun: bool = False
 
 
 @dataclass(frozen=True)

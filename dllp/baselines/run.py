@@ -182,7 +182,7 @@ def regularised(method: Method, scene_of: Callable[[Particles], Scene]) -> Verb:
     def step(state: RunState) -> None:
         method.after_step(scene[0], StepInfo(state.lr, state.progress, state.epoch_ends))
 
-    return _hooked(start, step)
+    return hooked(start, step)
 
 
 def masked(masks: Mapping[str, Tensor]) -> Verb:
@@ -194,10 +194,10 @@ def masked(masks: Mapping[str, Tensor]) -> Verb:
             state.particles.layout.segments[name].view(moving).mul_(mask.to(moving.device))
         state.hold(moving)
 
-    return _hooked(start)
+    return hooked(start)
 
 
-def _hooked(start: OnStep, step: OnStep | None = None) -> Verb:
+def hooked(start: OnStep | None = None, step: OnStep | None = None) -> Verb:
     """`train_dense` that calls `start` and `step` before the caller's own on_start and on_step."""
 
     def chain(*calls: OnStep | None) -> OnStep:
