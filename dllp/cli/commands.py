@@ -67,12 +67,13 @@ def export(args: Namespace) -> None:
 
 def methods(args: Namespace) -> None:
     """List every method with what it removes, its paper and year, and the figures that the paper states."""
-    from dllp.baselines import METHODS, hyperparameters
+    from dllp.baselines import DYNAMIC, METHODS, hyperparameters
 
     own = {"name": "dllp", "removes": "channels or weights", "year": 2023, "paper": OWN_PAPER}
     listed = [own | {"hyperparameters": {}, "published": []}]
-    for method in METHODS.values():
-        named = {"name": method.name, "removes": f"{method.granularity}s", "year": method.year, "paper": method.paper}
+    for method in (*METHODS.values(), *DYNAMIC.values()):
+        removes = f"{method.granularity}s" + (" by image: dllp bench only" if method.name in DYNAMIC else "")
+        named = {"name": method.name, "removes": removes, "year": method.year, "paper": method.paper}
         figures = [vars(figure) for figure in method.published]
         listed.append(named | {"hyperparameters": hyperparameters(method), "published": figures})
     if args.json is not None:
