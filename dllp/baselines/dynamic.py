@@ -246,20 +246,16 @@ class Setup:
 
     Attributes:
         found: The network, its gates in place.
-        sites: What is gated.
         inputs: Training images, on the device.
         batches: All of them, epoch by epoch.
         budget: Multiply-accumulates of an image, on average.
-        config: The recipe of its training.
         train: Trains a copy and returns it: (network, epochs, loss=, start=, step=, groups=, lr=).
     """
 
     found: ByImage
-    sites: Sequence[Site]
     inputs: Tensor
     batches: Any
     budget: float
-    config: Config
     train: Callable[..., nn.Module]
 
 
@@ -305,9 +301,7 @@ def prune(
     ).resolved()  # norms in wrappers stay as they are
     tuning = replace(tuning, init="given", warmup=0.0, lr=lr * tuning.lr)
     batches, _, structure, *_ = prepare(model, data, tuning, None)
-    network, results = copied(model), []
-    places = sites(network, structure)
-    _wrap_readers(network, places, method.insert(network, places, config.seed), structure)
+    results: list[Result] = []
 
     def trained(
         network: nn.Module, epochs: int, loss: LossFn, *, start: OnStep | None = None, step: OnStep | None = None,
@@ -318,20 +312,23 @@ def prune(
         results.append(train(verb, f"by-image-{len(results)}", network, data, settings))
         return results[-1].model.to(batches.device)
 
-    found = ByImage(network.to(batches.device), structure, method.computes_all)
+    found = gated(method, model, structure, config.seed)
+    found.network.to(batches.device)
     budget, inputs = config.keep_flops * structure.flops.dense, sample(batches)
     _check_reach(method, found, inputs, config.keep_flops)
-    setup = Setup(found, places, inputs, batches, budget, tuning, trained)
-    found = method.fit(setup, epochs)
+    found = method.fit(Setup(found, inputs, batches, budget, trained), epochs)
     found.network.cpu().eval()
     return found, results
 
 
-def _wrap_readers(network: nn.Module, sites: Sequence[Site], gates: Sequence[Gate], structure: Structure) -> None:
-    macs = {layer.name: layer.macs for layer in structure.layers}
-    for site, gate in zip(sites, gates, strict=True):
+def gated(method: Dynamic, model: nn.Module, structure: Structure, seed: int) -> ByImage:
+    """A copy of a network with the gates of a method."""
+    network, macs = copied(model), {layer.name: layer.macs for layer in structure.layers}
+    places = sites(network, structure)
+    for site, gate in zip(places, method.insert(network, places, seed), strict=True):
         for i, (name, unit) in enumerate(site.readers.items()):
             network.set_submodule(name, Reads(network.get_submodule(name), gate, unit, macs[name], first=i == 0))
+    return ByImage(network, structure, method.computes_all)
 
 
 def _check_reach(method: Dynamic, found: ByImage, inputs: Tensor, keep: float) -> None:

@@ -4,10 +4,10 @@ With s(x) the mean of |x| over places of each input channel, g = relu(A s + b) a
 entries, 0 elsewhere, a layer gives relu(pi * norm(conv(x)) + [pi > 0] * shift): pi stands for the norm's scale. Which
 entries win takes no gradient, their values do. The loss has `strength` times the sum of |g| beside the cross-entropy.
 
-k is the same for all images, so that d, the same for every layer, follows from the budget before training. A and b start
-as the norm's scale times a small random matrix (std 0.05) and 1: the network starts where it was. d falls from 1 to
-its value in the first half of the epochs; the paper lowers it in steps. Where a channel's g is 0 it is not computed
-even if it wins, but for the first one of a layer.
+k is the same for all images, so that d, the same for every layer, follows from the budget before training. A and b
+start as the norm's scale times a small random matrix (std 0.05) and 1: the network starts about where it was. d falls
+from 1 to its value in the first half of the epochs; the paper lowers it in steps. Where a channel's g is 0 it is not
+computed even if it wins, but for the first one of a layer.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from torch.nn import functional as F
 
 from dllp.baselines.dynamic import ByImage, Dynamic, Gate, Setup, Site, cheapest
 from dllp.baselines.protocol import Published, check_range
-from dllp.errors import ConfigError
 
 TINY = 1e-24
 """Added to mean squares: the root has no gradient at 0."""
@@ -79,9 +78,7 @@ class InstanceSparsity(Dynamic):
         return self.strength * torch.stack(sums).sum()
 
     def fit(self, setup: Setup, epochs: int) -> ByImage:
-        after = round(self.after)
-        if not 0 <= after < epochs:
-            raise ConfigError(f"after = {after}: fewer than all {epochs} epochs can train with thresholds")
+        after = min(round(self.after), epochs - 1)
 
         def loss(network: nn.Module, batch: Any) -> dict[str, Tensor]:
             x, y = batch
