@@ -19,6 +19,7 @@ from dllp.errors import ConfigError, nearest
 T = TypeVar("T")
 Granularity = Literal["channel", "weight"]
 Counted = Literal["flops", "params"]
+Units = Literal["channels", "blocks", "both"]
 SPIKE_AND_SLAB = "spike_and_slab"
 ADAMW_LR, ADAMW_LARGEST = 0.001, 0.05
 """Default and largest learning rate of AdamW, whose steps are of its size: SGD's would throw weights away."""
@@ -98,6 +99,8 @@ class Budget:
             `keep_params` the prior and `sparsity` decide (natural sparsity).
         keep_params: Fraction of the parameters to keep, in (0, 1]; give one of the two.
         granularity: `channel` cuts whole channels; `weight` zeroes single weights.
+        units: With `channel`: `channels` (heads and widths, too), `blocks`, each residual branch as a whole, or `both`;
+            by default channels.
         round_to: A layer keeps a multiple of this many channels, or all that it has. By default 8, which most runtimes
             are made for, where all layers are wide enough, and 1 elsewhere.
         gate_linear: With `weight`: gate the weights of linear layers too.
@@ -107,6 +110,7 @@ class Budget:
     keep_flops: Share | None = None
     keep_params: Share | None = None
     granularity: Granularity = "channel"
+    units: Units | None = None
     round_to: Count = WAITS
     gate_linear: bool = False
     sparsity: NotNegative | None = None
@@ -317,6 +321,8 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
                 raise ConfigError(f"{name} = {value}: a finite number that float32, or 64 bits, can hold is needed")
         if self.keep_flops is not None and self.keep_params is not None:
             raise ConfigError("keep_flops and keep_params are both given: choose one budget")
+        if self.granularity == "weight" and self.units not in (None, "channels"):
+            raise ConfigError(f"units = {self.units} are no single weights: leave out granularity = weight, or units")
         if "batch_size" not in unresolved and self.accumulate > self.batch_size:
             raise ConfigError(f"accumulate ({self.accumulate}) must not exceed batch_size ({self.batch_size})")
         if self.teacher == "posterior" and self.task == "regression":
@@ -389,6 +395,7 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
         usual |= {
             "batch_size": batch_size,
             "round_to": 1,
+            "units": "channels",
             "likelihood": "gaussian" if self.task == "regression" else "categorical",
             "epsilon": epsilon,
             "slab_bounds": bounds,
@@ -440,13 +447,15 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
     def identity(self) -> dict[str, Any]:
         """All that digests and fingerprints count: :meth:`as_dict` with the values that retired options had.
 
-        Options of a teacher count where there is one, and the optimizer where it is not SGD, so that runs without keep
-        the names they had before.
+        Options of a teacher count where there is one, the optimizer where it is not SGD, and the units where they are
+        not channels, so that runs without keep the names they had before.
         """
         values = self.as_dict() | {name: value[self.granularity] for name, value in RETIRED.items()}
         taught = self.teacher != "off"
         if self.optimizer == "sgd":
             del values["optimizer"]
+        if self.units in (None, "channels"):
+            del values["units"]
         return {name: value for name, value in values.items() if taught or not name.startswith("teacher")}
 
 

@@ -94,13 +94,14 @@ def prepare(
     objective = objective or Objective(config)
     batches = as_batches(data, config, device, as_is=objective.loss is not None, steps=steps)
     x, y = example_of(batches)
+    options: dict[str, Any] = {"filter_fn": filter_fn, "channels": channels, "units": config.units}
     if y is None or isinstance(batches, StreamedBatches):
         example = check_loss(model, objective, config, x)
-        return Prepared(batches, example, discover(model, example, filter_fn=filter_fn, channels=channels), x, None)
+        return Prepared(batches, example, discover(model, example, **options), x, None)
     if not isinstance(batches, StreamBatches) and not x.is_floating_point() and not _takes(model, x):
         batches.integers, x = False, x.float()
     check_targets(model, batches, config, objective, x, y)
-    return Prepared(batches, x, discover(model, x, filter_fn=filter_fn, channels=channels), x, y)
+    return Prepared(batches, x, discover(model, x, **options), x, y)
 
 
 LOOKED_AT = 256
@@ -157,7 +158,7 @@ def suited_multiple(structure: Structure, config: Config) -> int:
         select(structure, torch.zeros(structure.units), cost=cost, keep=keep, round_to=MULTIPLE)
     except StructureError:  # so few channels cannot be reached in these steps
         return 1
-    return MULTIPLE if all(group.units >= NARROWEST for group in structure.groups) else 1
+    return MULTIPLE if all(group.units >= NARROWEST for group in structure.groups if not group.gone) else 1
 
 
 def _takes(model: nn.Module, example: Tensor) -> bool:

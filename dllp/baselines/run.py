@@ -87,6 +87,8 @@ def prune(
     method.refuse_priors(vars(config))
     if (config.granularity, method.granularity) == ("weight", "channel"):
         raise ConfigError(f"method {method.name} has granularity = channel: leave out granularity")
+    if config.units not in (None, "channels"):
+        raise ConfigError(f"method {method.name} scores channels, no branches: leave out units = {config.units}")
     decay = replace(config, granularity="channel").resolved().weight_decay  # the dense network's
     plain = replace(config, granularity=method.granularity, particles=1, weight_decay=decay).resolved()
     tuning = None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dllp.api import Result
+from dllp.config import Units
 from dllp.deploy import runtimes
 from dllp.deploy.export import inputs, require_onnx
 from dllp.deploy.layers import LayerTime, holding_back, layers, torch_layers
@@ -47,21 +48,25 @@ def subjects(result: Result, shape: tuple[int, ...], *, particle: int = 0, round
     ]
     if not chosen.recipe:
         return both
-    return [*both, *multiples(chosen.reference, chosen.recipe, shape, round_to, chosen_again(result.whole))]
+    return [
+        *both,
+        *multiples(chosen.reference, chosen.recipe, shape, round_to, chosen_again(result.whole), result.config.units),
+    ]
 
 
 def multiples(
-    reference: nn.Module, recipe: Any, shape: tuple[int, ...], round_to: int, filter_fn: FilterFn | None = None
-) -> list[Subject]:
+    reference: nn.Module, recipe: Any, shape: tuple[int, ...], round_to: int, filter_fn: FilterFn | None = None,
+    units: Units | None = None,
+) -> list[Subject]:  # fmt: skip
     """The pruned network with dead channels added, and with the widths that `round_to` would have chosen.
 
-    `filter_fn` is that of the run.
+    `filter_fn` and `units` are those of the run.
     """
     if round_to < 1:
         raise ConfigError(f"round_to = {round_to}: a positive number of channels is needed")
     if round_to == 1:
         return []
-    structure = discover(reference, inputs(2, shape), filter_fn=filter_fn)
+    structure = discover(reference, inputs(2, shape), filter_fn=filter_fn, units=units)
     keep = kept_units(reference, structure, recipe)
     ways = {f"padded to {round_to}": padded, f"rounded to {round_to}": rounded}
     return [Subject(f"{PRUNED}, {name}", *way(reference, structure, keep, round_to)) for name, way in ways.items()]

@@ -134,6 +134,8 @@ class ChannelGating:
         self.fold = Fold(model, structure.groups).to(device)
         self.flops, self.params = structure.flops.to(device), structure.params.to(device)
         self.scales = channel_scales(model, structure, layout, device)
+        # (U,) bool: residual branches
+        self.coarse = torch.tensor([bool(group.gone) for group in structure.groups for _ in range(group.units)])
 
     def select(self, logits: Tensor, budget: Counted, keep: float | None) -> Tensor:
         cost = getattr(self.structure, budget)
@@ -264,12 +266,13 @@ def channel_scales(
 ) -> Scales:
     """RMS of each unit's normalisation scales; of what makes it where none reads it, or `norms` is False.
 
-    A weight that makes units of several groups (heads, and the values in each) counts for one of them, in turns.
+    A weight that makes units of several groups (heads, and the values in each) counts for one of them, in turns. The
+    scale of a branch is that of its last affine map.
     """
     modules, everywhere = dict(model.named_modules()), torch.arange(layout.size)
     units, coordinates = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
     pieces = [
-        [p for p in group.slices if p.role == "write" and p.name in layout.segments and _makes(modules, p, layout)]
+        [p for p in group.slices if p.name in layout.segments and _makes(modules, p, layout)]
         for group in structure.groups
     ]
     claims: dict[str, list[tuple[int, Slice]]] = {}
@@ -277,15 +280,19 @@ def channel_scales(
         for piece in group:
             claims.setdefault(piece.name, []).append((g, piece))
     for g, (group, part) in enumerate(zip(pieces, structure.slices, strict=True)):
-        normed = torch.zeros(part.stop - part.start, dtype=torch.bool)
-        for piece in (p for p in group if norms and isinstance(modules[p.module], NORMS)):
-            normed[piece.unit[piece.unit >= 0]] = True
+        branch = bool(structure.groups[g].gone)
+        turns = []
         for piece in group:
-            # a norm may read a part of the group only (split features): the others have their filters
-            chosen = (piece.unit >= 0) & (normed[piece.unit] == isinstance(modules[piece.module], NORMS))
-            index = layout.segments[piece.name].view(everywhere)
             rivals = _rivals(g, claims[piece.name])
-            mine = _turn(index.shape, len(rivals), rivals.index(g))
+            turns.append(_turn(layout.segments[piece.name].shape, len(rivals), rivals.index(g)))
+        normed = torch.zeros(part.stop - part.start, dtype=torch.bool)
+        for piece, mine in zip(group, turns, strict=True):
+            if norms and not branch and isinstance(modules[piece.module], NORMS):
+                normed[piece.unit[(piece.unit >= 0) & mine]] = True
+        for piece, mine in zip(group, turns, strict=True):
+            # a norm may read a part of the group only (split features): the others have their filters
+            chosen = (piece.unit >= 0) & (branch | (normed[piece.unit] == isinstance(modules[piece.module], NORMS)))
+            index = layout.segments[piece.name].view(everywhere)
             index, mine = (t.movedim(piece.axis, 0).reshape(len(chosen), -1)[chosen] for t in (index, mine))
             units.append((piece.unit[chosen] + part.start)[:, None].expand(index.shape)[mine])
             coordinates.append(index[mine])
@@ -320,6 +327,8 @@ def _turn(shape: torch.Size, players: int, turn: int) -> Tensor:
 
 def _makes(modules: Mapping[str, nn.Module], piece: Slice, layout: Layout) -> bool:
     """True for what makes a unit: filters, tables, factors of batch norms; not for biases and other vectors."""
+    if piece.role != "write":
+        return piece.role == "branch" and not piece.name.endswith("bias")
     if isinstance(modules[piece.module], NORMS):
         return piece.name.endswith(".weight")
     return len(layout.segments[piece.name].shape) > 1

@@ -290,7 +290,8 @@ def slice_particle(network: nn.Module, layout: Layout, recipe: Recipe, slab: Rec
     compact.bind(small, row)
     coordinates = torch.full((compact.size,), layout.spare, dtype=torch.int64)
     for name, kept in parameter_coordinates(network, layout, recipe).items():
-        compact.segments[name].view(coordinates).copy_(kept)
+        if name in compact.segments:  # others are of branches that are gone
+            compact.segments[name].view(coordinates).copy_(kept)
     return Sliced(small, recipe, slab, compact, row, torch.zeros_like(row), coordinates.to(first.device))
 
 
@@ -299,6 +300,8 @@ def scatter_buffers(network: nn.Module, part: Sliced) -> None:
     wide, slab = (kept_indices(network, recipe) for recipe in (part.recipe, part.slab))
     values = dict(part.network.named_buffers())
     for name, buffer in network.named_buffers():
+        if name not in values:  # of a branch that is gone
+            continue
         places = wide[name].flatten()
         ours = torch.isin(places, slab[name])
         flat = buffer.flatten()
