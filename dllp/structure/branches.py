@@ -8,9 +8,10 @@ goes with it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,10 +20,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dllp.errors import StructureError
 from dllp.structure.axes import COPIES, countable
-from dllp.structure.removal import IDENTITY, RETURNS, ZEROS
-from dllp.structure.slicing import Group, Slice, within
 
+GONE = "!"
+"""Beginning of a recipe's entries for modules that are gone; they say what stands in their place."""
+IDENTITY, ZEROS, RETURNS = "!identity", "!zeros", "!returns "
 PRODUCTS = frozenset(["addmm", "mm", "convolution", "bmm", "baddbmm"])
 NORMS = frozenset(
     [
@@ -39,6 +42,19 @@ ZERO_AT_ZERO = COPIES | frozenset(
     ]
 )  # fmt: skip
 """Operations that make 0 of 0."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A residual branch: parameters of its last affine maps, and the modules that go with it.
+
+    Attributes:
+        gone: {module: the entry of a recipe that says what it becomes}.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    gone: Mapping[str, str]
 
 
 @dataclass
@@ -148,14 +164,20 @@ def observed(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Flow, set[int]]
     return flow, {flow.value(t) for t in tree_leaves(output) if isinstance(t, Tensor)}
 
 
-def branches(model: nn.Module, inputs: tuple[Any, ...]) -> list[Group]:
+def branches(model: nn.Module, inputs: tuple[Any, ...]) -> list[Branch]:
     """The residual branches of a network, a scratch copy in evaluation mode, in the order of execution."""
     found = list(_Reader(model, *observed(model, inputs)).branches())
-    parents = [_common(name for name, _ in group.gone) for group in found]
+    parents = [_common(branch.gone) for branch in found]
     return [
-        Group(parent if parents.count(parent) == 1 and parent else group.name, 1, group.slices, 1, "branch", group.gone)
-        for parent, group in zip(parents, found, strict=True)
+        replace(branch, name=parent) if parent and parents.count(parent) == 1 else branch
+        for parent, branch in zip(parents, found, strict=True)
     ]
+
+
+def within(name: str, modules: Container[str]) -> bool:
+    """True if a module is one of `modules`, or inside one of them."""
+    parts = name.split(".")
+    return any(".".join(parts[:k]) in modules for k in range(1, len(parts) + 1))
 
 
 def _common(names: Iterable[str]) -> str:
@@ -200,16 +222,16 @@ class _Reader:
                 owners.setdefault(id(parameter), set()).add(name)
         self.owners = list(owners.values())
 
-    def branches(self) -> Iterator[Group]:
+    def branches(self) -> Iterator[Branch]:
         for i, operation in enumerate(self.operations):
             if operation.name != "add" or len(operation.shapes) != 2 or operation.shapes[0] != operation.shapes[1]:
                 continue
             a, b = operation.reads[:2]
             for shortcut, end in ((a, b), (b, a)):
                 if self.before.get(end, 0) >> shortcut & 1 and self.readers[end] == [i]:
-                    group = self._branch(shortcut, end, set(range(i)))
-                    if group is not None:
-                        yield group
+                    branch = self._branch(shortcut, end, set(range(i)))
+                    if branch is not None:
+                        yield branch
 
     def _only_for(self, among: set[int], end: int | None) -> set[int]:
         """The operations whose results nobody reads, but for those of this set and for the reader of `end`."""
@@ -220,7 +242,7 @@ class _Reader:
                 found.add(i)
         return found
 
-    def _branch(self, shortcut: int, end: int, before: set[int]) -> Group | None:
+    def _branch(self, shortcut: int, end: int, before: set[int]) -> Branch | None:
         """The branch that makes the value `end`; None where it has no last affine map, or no module goes with it."""
         own = self._only_for(before, end)
         names = self._gated(end, own)
@@ -233,14 +255,8 @@ class _Reader:
         # without its modules an operation in place would change the shortcut itself: begin with zeros there
         loose = any(self.operations[i].writes and not within(self.operations[i].module, gone) for i in own)
         starts = {name for name in gone if loose and shortcut in self.flow.calls[name].reads}
-        parameters = dict(self.model.named_parameters())
-        slices = []
-        for name in names:
-            slices.append(Slice(name, 0, torch.zeros(len(parameters[name]), dtype=torch.int64), "branch"))
-        become = [
-            (name, ZEROS if entry == IDENTITY and name in ends | starts else entry) for name, entry in gone.items()
-        ]
-        return Group(next(iter(sorted(ends))), 1, tuple(slices), 1, "branch", tuple(become))
+        zeros = {name for name, entry in gone.items() if entry == IDENTITY and name in ends | starts}
+        return Branch(min(ends), tuple(names), gone | dict.fromkeys(zeros, ZEROS))
 
     def _gated(self, value: int, own: set[int]) -> list[str] | None:
         """Parameters of the affine maps that make a value: it is 0 where they are; None where there are none."""
@@ -327,3 +343,70 @@ class _Reader:
             else:
                 found.append(0)
         return RETURNS + json.dumps(found if several else found[0])
+
+
+# ---- removal
+
+
+class NoBranch:
+    """The forward of an emptied module: zeros in the shape of the first tensor that it is given.
+
+    Args:
+        returns: 0 for these zeros, None, or the argument of that name or number; a list of them for a tuple.
+        layer: Number of an attention's layer in a cache of keys and values.
+    """
+
+    def __init__(self, returns: Any, layer: int | None) -> None:
+        self.returns, self.layer = returns, layer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = {str(i): value for i, value in enumerate(args)} | kwargs
+        x = next(value for value in given.values() if isinstance(value, Tensor))
+        for cache in given.values() if self.layer is not None else ():
+            if hasattr(cache, "get_seq_length") and hasattr(cache, "update"):
+                # others ask a cache how many tokens it has seen: keys and values without numbers are counted, too
+                empty = x.new_zeros(len(x), 1, x.shape[1], 0)
+                cache.update(empty, empty, self.layer)
+        if isinstance(self.returns, list):
+            return tuple(self._one(what, x, given) for what in self.returns)
+        return self._one(self.returns, x, given)
+
+    @staticmethod
+    def _one(what: Any, x: Tensor, given: Mapping[str, Any]) -> Any:
+        return x.new_zeros(x.shape) if what == 0 else given.get(what)
+
+
+def check_removal(name: str, entry: str, rest: list[int]) -> None:
+    """StructureError for an entry, read from a file, that no removal has written."""
+    known = entry in (IDENTITY, ZEROS)
+    if entry.startswith(RETURNS):
+        try:
+            found = json.loads(entry.removeprefix(RETURNS))
+        except (ValueError, RecursionError):
+            found = {}
+        known = all(
+            what is None or isinstance(what, str) or (type(what) is int and what == 0)
+            for what in (found if isinstance(found, list) else [found])
+        )
+    if not known or rest or not name:
+        raise StructureError(f"the recipe of {name!r}, entry {entry!r:.60}, removes it in no known way")
+
+
+def remove(model: nn.Module, name: str, entry: str) -> None:
+    """Take a module out of a network, in place; `entry` says what it becomes.
+
+    A plain layer is replaced by one of PyTorch's own. What is called with several arguments stays, without tensors.
+    """
+    path, _, leaf = name.rpartition(".")
+    parent, old = model.get_submodule(path), model.get_submodule(name)
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        parent.activation_relu_or_gelu = 0  # which keeps it from calling a kernel with the weights of its modules
+    if entry.startswith(RETURNS):
+        layer = getattr(old, "layer_idx", None)
+        for held in (old._parameters, old._buffers, old._modules):
+            for key in held:
+                held[key] = None
+        old.forward = NoBranch(json.loads(entry.removeprefix(RETURNS)), layer)  # type: ignore[assignment]
+        return
+    new = nn.Identity() if entry == IDENTITY else nn.Threshold(math.inf, 0.0)  # nothing is above infinity
+    setattr(parent, leaf, new.train(old.training))

@@ -15,10 +15,10 @@ from dllp.config import Units
 from dllp.errors import ConfigError
 from dllp.structure.atoms import Atom, Label
 from dllp.structure.axes import OUTPUT, Trace
-from dllp.structure.branches import branches
+from dllp.structure.branches import branches, within
 from dllp.structure.cost import Cost, polynomial
 from dllp.structure.coupling import FILTERED, UNREAD, components, named
-from dllp.structure.slicing import Group, copied, within
+from dllp.structure.slicing import Group, Slice, copied
 from dllp.structure.trace import first_example, isolated, observe
 from dllp.structure.verification import WEIGHTS_INSTEAD, unsound, verify
 from dllp.structure.views import followed
@@ -99,12 +99,15 @@ def discover(
                 found, whole = components(model, trace, forbidden)
                 found = followed(copied(model).eval(), found, trace.attributes.views, inputs)
             if units in ("blocks", "both"):
-                for group in branches(copied(model).eval(), inputs):
-                    kept = [name for name in forbidden if within(name, dict(group.gone))]
+                sizes = {name: len(p) for name, p in model.named_parameters() if p.dim()}
+                for branch in branches(copied(model).eval(), inputs):
+                    kept = [name for name in forbidden if within(name, branch.gone)]
                     if kept:
-                        whole[f"{group.name}:{group.kind}"] = FILTERED + kept[0]
-                    else:
-                        found[Atom(1)] = group
+                        whole[f"{branch.name}:branch"] = FILTERED + kept[0]
+                        continue
+                    zeros = {name: torch.zeros(sizes[name], dtype=torch.int64) for name in branch.parameters}
+                    slices = tuple(Slice(name, 0, unit, "branch") for name, unit in zeros.items())
+                    found[Atom(1)] = Group(branch.name, 1, slices, 1, "branch", tuple(branch.gone.items()))
             refused = unsound(copied(model).eval(), list(found.values()), inputs)
             taken: set[str] = set()
             found = {atom: group for atom, group in found.items() if group not in refused}

@@ -23,10 +23,9 @@ from torch.utils._pytree import tree_leaves
 from dllp.errors import StructureError, first_line
 from dllp.records import Recipe
 from dllp.structure import attributes
-from dllp.structure.attention import shrink
-from dllp.structure.following import follow
+from dllp.structure.branches import GONE, check_removal, remove, within
+from dllp.structure.following import follow, shrink
 from dllp.structure.means import GATE, gate_means, plain_means
-from dllp.structure.removal import GONE, check_removal, remove
 
 Side = Literal["out", "in"]
 Role = Literal["write", "read", "mean", "size", "branch"]
@@ -85,12 +84,6 @@ class Group:
         """True if nothing of the group is left where these modules are gone."""
         names = [piece.module for piece in self.slices if piece.role in TENSORS and not self.gone]
         return all(within(name, modules) for name in [*names, *(name for name, _ in self.gone)])
-
-
-def within(name: str, modules: Container[str]) -> bool:
-    """True if a module is one of `modules`, or inside one of them."""
-    parts = name.split(".")
-    return any(".".join(parts[:k]) in modules for k in range(1, len(parts) + 1))
 
 
 def is_depthwise(module: nn.Module) -> bool:
