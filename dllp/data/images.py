@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, BinaryIO
 
@@ -111,7 +111,7 @@ def crop_boxes(draws: np.ndarray, area: tuple[float, float] = AREA) -> np.ndarra
     return np.stack([np.sqrt(fraction * aspect), np.sqrt(fraction / aspect), draws[:, 2], draws[:, 3]], 1)
 
 
-def crop(content: bytes, box: np.ndarray | None, size: int) -> np.ndarray:
+def crop(content: bytes, box: Sequence[float] | None, size: int) -> np.ndarray:
     """(h, w, 3) uint8: a crop of an encoded image that later becomes a square of `size` pixels.
 
     A much larger crop is made smaller by whole factors, inside the JPEG decoder where that is possible.
@@ -123,7 +123,7 @@ def crop(content: bytes, box: np.ndarray | None, size: int) -> np.ndarray:
     """
     image = open_image(io.BytesIO(content))
     width, height = image.size
-    left, top, across, down = _centre(width, height) if box is None else map(float, _fitted(box, width, height))
+    left, top, across, down = _centre(width, height) if box is None else _fitted(width, height, box)
     factor = min(across, down) / (OVERSIZE * size)
     if factor >= 2:
         image.draft(None, (math.ceil(width / factor), math.ceil(height / factor)))
@@ -144,13 +144,12 @@ def _centre(width: int, height: int) -> tuple[float, float, float, float]:
     return (width - side) / 2, (height - side) / 2, side, side
 
 
-def _fitted(boxes: np.ndarray, width: int, height: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(..., 4) of :func:`crop_boxes` -> left, top, width and height in pixels, cut to fit into a narrow image."""
-    wide, high, across, down = np.moveaxis(boxes, -1, 0)
-    unit, longest = math.sqrt(width * height), ASPECT[1]
-    wide, high = np.minimum(wide * unit, width), np.minimum(high * unit, height)
-    wide, high = np.minimum(wide, high * longest).clip(1), np.minimum(high, wide * longest).clip(1)
-    return across * (width - wide), down * (height - high), wide, high
+def _fitted(width: int, height: int, box: Sequence[float]) -> tuple[float, float, float, float]:
+    """Left, top, width and height of a box, cut to fit into a narrow image. Numpy is slower for one."""
+    unit = math.sqrt(width * height)
+    w, h = min(unit * box[0], width), min(unit * box[1], height)
+    w, h = max(1.0, min(w, h * ASPECT[1])), max(1.0, min(h, w * ASPECT[1]))
+    return box[2] * (width - w), box[3] * (height - h), w, h
 
 
 # ---- resizing
@@ -169,8 +168,11 @@ def resize_one(image: np.ndarray, mirror: bool, size: int) -> np.ndarray:
 def random_boxes(count: int, generator: torch.Generator, height: int, width: int) -> Tensor:
     """(count, 4) top, left, height and width of random crops of an image, in pixels."""
     draws = torch.rand(count, 4, generator=generator, dtype=torch.float64).numpy()
-    left, top, wide, high = _fitted(crop_boxes(draws, AREA_IN_MEMORY), width, height)
-    return torch.from_numpy(np.stack([top, left, high, wide], 1)).float()
+    wide, high, across, down = torch.from_numpy(crop_boxes(draws, AREA_IN_MEMORY)).unbind(1)
+    unit, longest = (height * width) ** 0.5, ASPECT[1]
+    wide, high = (wide * unit).clamp(max=width), (high * unit).clamp(max=height)
+    wide, high = wide.minimum(high * longest).clamp(min=1), high.minimum(wide * longest).clamp(min=1)
+    return torch.stack([down * (height - high), across * (width - wide), high, wide], dim=1).float()
 
 
 def crop_flip(images: Tensor, index: Tensor, offset: Tensor, flip: Tensor) -> Tensor:

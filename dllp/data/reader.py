@@ -71,7 +71,7 @@ class Reader(Dataset[Decoded]):
 
     def __getitem__(self, request: Request) -> Decoded:
         count, draws, size = len(request.numbers), request.draws, self.image_size
-        boxes = [None] * count if draws is None else crop_boxes(draws)
+        boxes: list[list[float] | None] = [None] * count if draws is None else crop_boxes(draws).tolist()
         mirrors = [False] * count if draws is None else (draws[:, -1] < 0.5).tolist()
         crops, numbers, unreadable = list[tuple[np.ndarray, bool]](), list[int](), list[tuple[int, str]]()
         with warnings.catch_warnings(action="ignore"):  # Pillow's about odd files
