@@ -105,7 +105,7 @@ def prepare(
 
 
 LOOKED_AT = 256
-"""Training examples by which a network's start is judged."""
+"""Training examples on which a network is tried before a run."""
 BETTER = 0.9
 """Share of the loss of a constant answer below which a network has learned something."""
 MULTIPLE, NARROWEST = 8, 32
@@ -190,16 +190,13 @@ def as_batches(
 ) -> Source:
     """The user's data, in any of its forms, as a source of batches on the device; `as_is` leaves them as they are."""
     channels_last = device.type == "cuda"
-    if isinstance(data, str | os.PathLike):
-        data = load(os.fsdecode(data))
+    data = _opened(data, pairs=not as_is)
     if isinstance(data, Dataset):
         data = data.train
     if isinstance(data, StreamedData):
         return StreamBatches(data, config.batch_size or usual_batch(len(data)), config.seed, device, channels_last)
-    if isinstance(data, tuple) and (as_is or len(data) != 2):
+    if isinstance(data, tuple):
         data = Rows(tuple(map(torch.as_tensor, data)))
-    elif isinstance(data, tuple):
-        data = from_pair(*data, integers=True)
     elif isinstance(data, Mapping):
         data = Rows(data)
     if isinstance(data, ArrayData):
@@ -222,6 +219,13 @@ def as_batches(
     return StreamedBatches(data, steps, config.seed, device)
 
 
+def _opened(data: Data, *, pairs: bool = True) -> Data:
+    """The data set of a name or folder, the split in memory of a pair of tensors; anything else as it is."""
+    if isinstance(data, str | os.PathLike):
+        return load(os.fsdecode(data))
+    return from_pair(*data, integers=True) if pairs and isinstance(data, tuple) and len(data) == 2 else data
+
+
 def _has_length(data: object) -> bool:
     """True for a data set that knows its length: PyTorch's are all of one type, with one or without."""
     try:
@@ -235,12 +239,9 @@ def as_array(data: Data) -> ArrayData:
     if isinstance(data, DataLoader):
         parts = [(x, y) for x, y in data]
         data = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
-    if isinstance(data, str | os.PathLike):
-        data = load(os.fsdecode(data))
-    split = data.test if isinstance(data, Dataset) else data
+    split = _opened(data)
+    split = split.test if isinstance(split, Dataset) else split
     split = split.decoded() if isinstance(split, StreamedData) else split
-    if isinstance(split, tuple) and len(split) == 2:
-        split = from_pair(*split, integers=True)
     if not isinstance(split, ArrayData):
         raise DataError(f"data of type {type(data).__name__} cannot be used: give a DataLoader or a pair of tensors")
     return split
@@ -248,13 +249,10 @@ def as_array(data: Data) -> ArrayData:
 
 def held_out(data: Data, size: float, seed: int) -> tuple[Data, ArrayData]:
     """(training, validation): data in memory or on disk without `size` of its examples, a fraction or a number."""
-    if isinstance(data, str | os.PathLike):
-        data = load(os.fsdecode(data))
+    data = _opened(data)
     if isinstance(data, Dataset):
         train, held = held_out(data.train, size, seed)
         return replace(data, train=train), held  # pyright: ignore[reportArgumentType]
-    if isinstance(data, tuple) and len(data) == 2:
-        data = from_pair(*data, integers=True)
     if not isinstance(data, ArrayData | StreamedData):
         raise DataError(
             f"validation = {size:g} cannot be held out of a {type(data).__name__}: give data to validate on instead"

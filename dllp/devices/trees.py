@@ -81,11 +81,6 @@ def signature(batch: Any) -> Any:
     return str(structure), tuple((x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
 
 
-def cloned(batch: Any) -> Any:
-    """A copy with tensors of its own."""
-    return apply(batch, torch.clone)
-
-
 def copy_(target: Any, source: Any) -> None:
     """Write a batch over one of the same structure and shapes."""
     for old, new in zip(tensors(target), tensors(source), strict=True):
