@@ -42,6 +42,7 @@ from dllp.structure.slicing import copied
 from dllp.structure.trace import UNFIT, check_network, explained, isolated, misfit
 from dllp.training.forward import called_by
 from dllp.training.gating import ChannelGating, FilterFn, WeightGating
+from dllp.training.health import constant_loss
 from dllp.training.objective import LABELS, Objective
 from dllp.training.particles import Particles
 from dllp.training.teacher import Teacher, needed
@@ -143,10 +144,8 @@ def has_learned(model: nn.Module, batches: Source, config: Config, objective: Ob
             if examples >= LOOKED_AT:
                 break
     y = torch.cat(targets)
-    if config.task == "regression":
-        constant = (y - y.mean(0)).square().mean()
-    else:
-        constant = torch.special.entr(y.mean(0) if y.is_floating_point() else y.bincount() / len(y)).sum()
+    soft = config.task == "classification" and y.is_floating_point()
+    constant = torch.special.entr(y.mean(0)).sum() if soft else constant_loss(y)
     return bool(sum(losses) < BETTER * examples * constant)
 
 
