@@ -336,8 +336,8 @@ class _Reader:
                 return None
             elif passed:
                 found.append(passed[0])
-            elif all(reader in self.idle for reader in self.readers.get(value, ())):
-                found.append(None)
+            elif all(reader in self.idle | self.inside[name] for reader in self.readers.get(value, ())):
+                found.append(None)  # nobody outside reads it
             elif leaf.shape != tensors[0].shape:
                 return None
             else:
@@ -364,9 +364,9 @@ class NoBranch:
         x = next(value for value in given.values() if isinstance(value, Tensor))
         for cache in given.values() if self.layer is not None else ():
             if hasattr(cache, "get_seq_length") and hasattr(cache, "update"):
-                # others ask a cache how many tokens it has seen: keys and values without numbers are counted, too
-                empty = x.new_zeros(len(x), 1, x.shape[1], 0)
-                cache.update(empty, empty, self.layer)
+                # others ask a cache, by its first layer, how many tokens it has seen: one number counts each of them
+                zeros = x.new_zeros(len(x), 1, x.shape[1], 1)
+                cache.update(zeros, zeros, self.layer)
         if isinstance(self.returns, list):
             return tuple(self._one(what, x, given) for what in self.returns)
         return self._one(self.returns, x, given)
