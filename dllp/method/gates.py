@@ -11,9 +11,6 @@ from torch import Tensor
 
 INITIAL_LOGIT = 3.0
 """Logit of every gate at the start: 95% open."""
-COARSE_LOGIT = 5.0
-"""Logit of a residual branch's gate at the start: 99.3% open. At 95% a network of 27 branches would lose more than one
-in every step, as under stochastic depth; now one in five steps."""
 DUAL_STEP = {"channel": 0.02, "weight": 0.2}
 """Step of the budget's multiplier; many single weights need a faster one than channels."""
 GAP_PENALTY = {"channel": 10.0, "weight": 50.0}

@@ -134,8 +134,6 @@ class ChannelGating:
         self.fold = Fold(model, structure.groups).to(device)
         self.flops, self.params = structure.flops.to(device), structure.params.to(device)
         self.scales = channel_scales(model, structure, layout, device)
-        # (U,) bool: residual branches
-        self.coarse = torch.tensor([bool(group.gone) for group in structure.groups for _ in range(group.units)])
 
     def select(self, logits: Tensor, budget: Counted, keep: float | None) -> Tensor:
         cost = getattr(self.structure, budget)

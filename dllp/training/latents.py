@@ -43,8 +43,6 @@ class Latents:
         units, modules = (gating.units, len(gating.scales.modules)) if gating else (0, 0)
         n, device = len(rows), rows.device
         self.logits = rows.new_full((n, units), gates.INITIAL_LOGIT)
-        if isinstance(gating, ChannelGating):
-            self.logits[:, gating.coarse] = gates.COARSE_LOGIT
         self.log_slab = rows.new_full((n, modules), config.slab).log()
         self.log_d = rows.new_zeros(n)
         self.multiplier = rows.new_zeros(n)
