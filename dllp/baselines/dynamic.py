@@ -71,8 +71,8 @@ class Wrapper(nn.Module):
         x = x if x.dtype == torch.float64 else x.float()
         return x.flatten(1, -2).transpose(1, 2) if self.linear and x.dim() > 2 else x.unsqueeze(-1).flatten(2)
 
-    def for_image(self, image: int) -> nn.Module:
-        """The layer as it is for one image of the last forward pass."""
+    def alone(self) -> nn.Module:
+        """The layer as it was for the only image of the last forward pass."""
         return self.module
 
 
@@ -115,10 +115,10 @@ class Reads(Wrapper):
         return self.module(x * found.view(len(found), *shape))
 
 
-def unwrapped(module: nn.Module, image: int | None = None) -> nn.Module:
-    """A layer without its wrappers; for an image of the last forward pass as it was for that."""
+def unwrapped(module: nn.Module, alone: bool = False) -> nn.Module:
+    """A layer without its wrappers; `alone` as it was for the only image of the last forward pass."""
     while isinstance(module, Wrapper):
-        module = module.module if image is None else module.for_image(image)
+        module = module.alone() if alone else module.module
     return module
 
 
@@ -185,14 +185,10 @@ class ByImage:
         with evaluating(self.network):
             for x in inputs.split(AT_ONCE):
                 self.network(x)
-                parts.append(self._opened(len(x)))
+                parts.append(torch.ones(len(x), self.structure.units, dtype=torch.float64))
+                for gate in self.gates:
+                    parts[-1][:, gate.here] = gate.open.to("cpu", torch.float64)
         return torch.cat(parts)
-
-    def _opened(self, count: int) -> Tensor:
-        masks = torch.ones(count, self.structure.units, dtype=torch.float64)
-        for gate in self.gates:
-            masks[:, gate.here] = gate.open.to("cpu", torch.float64)
-        return masks
 
     def costs(self, masks: Tensor) -> Tensor:
         """(B, U) 0/1 -> (B,): exact multiply-accumulates of each image, gates included."""
@@ -203,8 +199,8 @@ class ByImage:
         for module in self.network.modules():
             if isinstance(module, Reads):
                 unit = module.unit.cpu()
-                open_ = masks[:, module.gate.here][:, unit.clamp_min(0)].masked_fill(unit < 0, 1.0)
-                total -= module.macs * (1 - open_.mean(1))
+                read = masks[:, module.gate.here][:, unit.clamp_min(0)].masked_fill(unit < 0, 1.0)
+                total -= module.macs * (1 - read.mean(1))
         return total
 
     def cost_of(self, count: Callable[[Gate], int]) -> float:
@@ -214,11 +210,11 @@ class ByImage:
             masks[0, gate.here] = (torch.arange(gate.units) < count(gate)).double()
         return float(self.costs(masks))
 
-    def for_image(self, image: int, count: int) -> nn.Module:
-        """The plain network cut to the channels of one of the `count` images of the last forward pass."""
-        keep = self._opened(count)[image].bool()
+    def cut_for(self, image: Tensor) -> nn.Module:
+        """The plain network cut to the channels of an image (1, ...): what it computes for that."""
+        keep = self.masks(image)[0].bool()
         network = copied(self.network)
-        _unwrap(network, image)
+        _unwrap(network)
         return cut(network, recipe(network, self.structure.groups, keep))
 
     def mean_cost(self, inputs: Tensor) -> float:
@@ -226,10 +222,10 @@ class ByImage:
         return float(self.costs(self.masks(inputs)).mean())
 
 
-def _unwrap(network: nn.Module, image: int) -> None:
+def _unwrap(network: nn.Module) -> None:
     for name, child in list(network.named_children()):
-        network.register_module(name, unwrapped(child, image))
-        _unwrap(network.get_submodule(name), image)
+        network.register_module(name, unwrapped(child, alone=True))
+        _unwrap(network.get_submodule(name))
 
 
 def cheapest(cost: Callable[[float], float], budget: float, low: float, high: float, steps: int = 25) -> float:

@@ -71,9 +71,9 @@ class Boosts(Wrapper):
         return boost * (y - shift) + found * shift
 
     @torch.no_grad()
-    def for_image(self, image: int) -> nn.Module:
-        layer: Any = unwrapped(self.module, image)
-        layer.weight.data = layer.weight * self.gate.boost[image].view(-1, *[1] * (layer.weight.dim() - 1))
+    def alone(self) -> nn.Module:
+        layer: Any = unwrapped(self.module, alone=True)
+        layer.weight.data = layer.weight * self.gate.boost[0].view(-1, *[1] * (layer.weight.dim() - 1))
         return layer
 
 

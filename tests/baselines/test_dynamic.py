@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from types import SimpleNamespace
@@ -115,7 +116,7 @@ def test_each_image_has_the_output_of_its_own_cut_network(name: str, build: Any)
         assert 0.05 < float(masks.mean()) < 0.95
         assert name == "rnp:fixed=3" or len(masks.unique(dim=0)) > 3, "images differ"
         for i in range(16):
-            alone = found.for_image(i, 16)
+            alone = found.cut_for(x[i : i + 1])
             assert not any(isinstance(module, (dynamic.Wrapper, dynamic.Gate)) for module in alone.modules())
             torch.testing.assert_close(alone(x[i : i + 1])[0], outputs[i], rtol=1e-9, atol=1e-10)
             if not found.computes_all:
@@ -367,14 +368,20 @@ def test_a_whole_run_on_digits(name: str, least: float) -> None:
         few = x[:16].double()
         outputs = found.network(few)
         for i in range(16):
-            torch.testing.assert_close(found.for_image(i, 16)(few[i : i + 1])[0], outputs[i], rtol=1e-9, atol=1e-10)
+            torch.testing.assert_close(
+                found.cut_for(few[i : i + 1])(few[i : i + 1])[0], outputs[i], rtol=1e-9, atol=1e-10
+            )
 
 
 @pytest.mark.parametrize("name", DYNAMIC)
-def test_runs_repeat_and_never_see_a_test_image(name: str) -> None:
-    data = DIGITS.train.subset(range(192))
-    first, again = (dynamic.prune(find_any(name), dense().model, data, SHORT, epochs=2)[0] for _ in range(2))  # pyright: ignore
-    x = DIGITS.test.inputs(slice(0, 64))
+def test_runs_repeat_and_never_look_at_test_images(name: str) -> None:
+    train, test = DIGITS.train.subset(range(192)), DIGITS.test
+    others = replace(test, x=255 - test.x, y=test.y.flip(0))
+    first, again = (
+        dynamic.prune(find_any(name), dense().model, replace(DIGITS, train=train, test=seen), SHORT, epochs=2)[0]  # pyright: ignore
+        for seen in (test, others)
+    )
+    x = test.inputs(slice(0, 64))
     assert torch.equal(first.masks(x), again.masks(x)) and torch.equal(first.network(x), again.network(x))
 
 
