@@ -245,7 +245,7 @@ class Setup:
         inputs: Training images, on the device.
         batches: All of them, epoch by epoch.
         budget: Multiply-accumulates of an image, on average.
-        train: Trains a copy and returns it: (network, epochs, loss=, start=, step=, groups=, lr=).
+        train: Trains a copy and returns it: (network, epochs, loss, start=, step=, groups=).
     """
 
     found: ByImage
@@ -292,20 +292,18 @@ def prune(
     """
     if config.keep_flops is None:
         raise ConfigError(f"{method.name} needs a budget: give keep_flops, for example 0.5")
-    tuning = replace(
-        config, particles=1, teacher="off", engine="eager"
-    ).resolved()  # norms in wrappers stay as they are
+    # eager: a fused norm would leave its wrapper
+    tuning = replace(config, particles=1, teacher="off", engine="eager").resolved()
     tuning = replace(tuning, init="given", warmup=0.0, lr=lr * tuning.lr)
     batches, _, structure, *_ = prepare(model, data, tuning, None)
     results: list[Result] = []
 
     def trained(
         network: nn.Module, epochs: int, loss: LossFn, *, start: OnStep | None = None, step: OnStep | None = None,
-        groups: Groups | None = None, lr: float = 1.0,
+        groups: Groups | None = None,
     ) -> nn.Module:  # fmt: skip
         verb = partial(hooked(start, step), loss=loss, groups=groups)
-        settings = replace(tuning, epochs=epochs, lr=lr * tuning.lr)
-        results.append(train(verb, f"by-image-{len(results)}", network, data, settings))
+        results.append(train(verb, f"by-image-{len(results)}", network, data, replace(tuning, epochs=epochs)))
         return results[-1].model.to(batches.device)
 
     found = gated(method, model, structure, config.seed)

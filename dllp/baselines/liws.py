@@ -27,8 +27,6 @@ from dllp.baselines.protocol import Published, check_range
 
 TINY = 1e-24
 """Added to mean squares: the root has no gradient at 0."""
-AFTER_LR = 0.1
-"""Learning rate after the thresholds, as a share of that before."""
 
 
 class FeatureNorms(Gate):
@@ -63,7 +61,7 @@ class InstanceSparsity(Dynamic):
     year = 2019
     published = (Published("vgg16_bn", 70.6, 0.8),)
     computes_all = True
-    strength: float = 1e-4
+    strength: float = 1e-2
     after: float = 0
 
     def __post_init__(self) -> None:
@@ -88,7 +86,7 @@ class InstanceSparsity(Dynamic):
         found = replace(setup.found, network=setup.train(setup.found.network, epochs - after, loss))
         set_thresholds(found, setup.inputs, setup.budget)
         if after:
-            found = replace(found, network=setup.train(found.network, after, loss, lr=AFTER_LR))
+            found = replace(found, network=setup.train(found.network, after, loss))
             set_thresholds(found, setup.inputs, setup.budget)
         return found
 

@@ -81,8 +81,8 @@ class Policy(nn.Module):
     def act(self, encoded: Tensor) -> Tensor:
         """(B, encoded) -> (B,) actions from 0 to 3."""
         if self.fixed:
-            drawn = torch.randint(ACTIONS, (len(encoded),), device=encoded.device)
-            return drawn if self.training and self.explore == 1 else torch.full_like(drawn, self.fixed - 1)
+            same = torch.full((len(encoded),), self.fixed - 1, device=encoded.device)
+            return torch.randint_like(same, ACTIONS) if self.training and self.explore == 1 else same
         self.state = self.cell(encoded, self.state)
         values = self.decode(self.state)
         prices = self.offset * torch.arange(ACTIONS, device=values.device)
