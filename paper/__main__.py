@@ -13,9 +13,9 @@ from typing import Literal
 from dllp.cli.parser import QUIET, Parser, add, add_fields
 from dllp.config import Config
 from dllp.errors import DllpError, Interrupted
+from dllp.runs.launch import KEPT
 from dllp.runs.settings import Task
 from paper.command import RESULTS, execute
-from paper.launch import KEPT
 from paper.tables import TABLES
 
 ABOUT = "Run what a table of the paper still lacks, and write the table from everything that is finished."

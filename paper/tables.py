@@ -155,6 +155,11 @@ class Planned:
     row: Row
     job: Job
 
+    @property
+    def name(self) -> str:
+        """The job in words."""
+        return f"{self.row.name} seed {self.job.seed}"
+
 
 @dataclass(frozen=True)
 class Table:

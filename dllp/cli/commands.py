@@ -13,6 +13,7 @@ from dllp.cli import progress
 from dllp.cli.open_run import read_run
 from dllp.errors import ArtifactError, ConfigError
 from dllp.runs.folder import SPEED
+from dllp.runs.launch import KEPT
 
 OWN_PAPER = "Efficient Stein Variational Inference for Reliable Distribution-lossless Network Pruning"
 
@@ -31,7 +32,7 @@ def analyze(args: Namespace) -> None:
 
 def bench(args: Namespace) -> None:
     """Run what a table of the paper lacks; the parser has found the package `paper` of a checkout already."""
-    command, launch = import_module("paper.command"), import_module("paper.launch")
+    command = import_module("paper.command")
     given = {name: value for name, value in vars(args).items() if name not in ("command", "chosen")}
     quiet = given.get("quiet", False)
     try:
@@ -41,7 +42,7 @@ def bench(args: Namespace) -> None:
             reporter=lambda: progress.reporter(quiet, pause=60.0),
         )
     except KeyboardInterrupt as error:
-        error.add_note(launch.KEPT)
+        error.add_note(KEPT)
         raise
 
 

@@ -16,14 +16,14 @@ from dllp import data as datasets
 from dllp.cli.main import main
 from dllp.data import ArrayData, StreamedData
 from dllp.errors import ArtifactError
+from dllp.runs.launch import finish
 from paper import __main__ as module
 from paper import tables
 from paper.jobs import Job, Runner, Splits
-from paper.launch import Book, finish
+from paper.launch import Book, Settings, seen_data
 from paper.store import CLEAN, Store
 from paper.summary import open_store
 from paper.tables import Quoted, Table, Variant
-from paper.workers import Settings, Worker
 from tests.support import pictures
 from tests.support.commands import ENVIRONMENT, one_line
 
@@ -147,10 +147,10 @@ def test_bad_pictures_are_said(table: Table, folder: Path, tmp_path: Path, capsy
     assert f"cannot read 1 of 20 images, more than max_bad = 0.1% allows: replace or remove the image {bad}" in (
         capsys.readouterr().err
     )
-    settings = Settings(str(data), None, "cpu", "float32", 1, loading={"max_bad": "10%"})
+    settings = Settings(str(data), None, "float32", device="cpu", loading={"max_bad": "10%"})
     known, quiet = replace(settings, reported=(str(bad),)), replace(settings, quiet=True)
     for own, lines in ((settings, 1), (known, 0), (quiet, 0)):
-        Worker(own)._prepare()
+        own.prepare()
         assert capsys.readouterr().err.count("is left out") == lines
 
 
@@ -174,9 +174,9 @@ def test_runs_on_other_data_are_refused(table: Table, folder: Path, tmp_path: Pa
     out, variant = tmp_path / "out", Variant(epochs=1)
     store, plan = open_store(out, table, variant), table.plan(["dense"], [0, 1], variant)
     other = datasets.load(pictured(tmp_path / "other", count=8))
-    finish(plan[:1], Book(store), Runner(other, device="cpu"))
+    finish(plan[:1], Book(store), Runner(other, device="cpu").run)
     with pytest.raises(ArtifactError, match=r"other data \(other: 16 training .* than animals: 20 .*another --out"):
-        finish(plan, Book(store), Runner(datasets.load(folder), device="cpu"))
+        Runner(datasets.load(folder)).splits.check(seen_data(store))
     assert len(store.lines()) == 1
 
 
@@ -229,6 +229,6 @@ def test_the_real_network(tmp_path: Path) -> None:
     data = datasets.load(pictured(tmp_path / "pictures", count=8, side=32))
     table, variant = tables.TABLES["table3"], Variant(epochs=1)
     store = open_store(tmp_path, table, variant)
-    finish(table.plan((), [0], variant), Book(store), Runner(data, device="cpu"))
+    finish(table.plan((), [0], variant), Book(store), Runner(data, device="cpu").run)
     found = {line["row"]: min(line["flops_removed"]) for line in store.lines()}
     assert len(found) == 4 and all(removed >= 0.6595 for name, removed in found.items() if name != "dense")
