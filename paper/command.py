@@ -128,7 +128,9 @@ class _Work:
                 shown.begin(planned.name, config.epochs, config.budget[1])
 
             runner.splits.check(seen_data(self.store))
-            finish(self.plan, self._book(1), runner.run, begin)
+            book = self._book(1)
+            finish(self.plan, book, runner.run, begin)
+            book.close()
 
     def elsewhere(self, download: Download) -> None:
         """In processes of this machine, or on a cluster."""
@@ -142,7 +144,9 @@ class _Work:
                 print(f"dllp: {text}", file=sys.stderr, flush=True)
 
         with opened_pool(self.given, lambda device: self._settings(device, reported)) as pool:
-            Spread(tables.units(self.plan), pool, self._book(pool.sharing), report).run()
+            book = self._book(pool.sharing)
+            Spread(tables.units(self.plan), pool, book, report).run()
+        book.close()
 
     def _load(self, bar: Progress | None, reported: list[str] | None = None) -> Dataset:
         """The data; images that cannot be read are reported, and added to `reported`."""

@@ -69,6 +69,7 @@ def prune(
     finetune_lr: float = FINETUNE_LR,
     filter_fn: FilterFn | None = None,
     trained: Result | None = None,
+    teacher: nn.Module | None = None,
     train: Train = lambda verb, stage, model, data, config: verb(model, data, config),
 ) -> Pruned:
     """Prune a network by `method`; the model itself is left as it was.
@@ -80,6 +81,7 @@ def prune(
             1 goes back to its peak (learning-rate rewinding).
         filter_fn: As for :func:`dllp.prune`.
         trained: A network trained by this recipe already, for a method that needs no training of its own.
+        teacher: Teaches the fine-tuning in place of the whole network, such as the one that the method started from.
         train: Runs each of the two trainings, for whoever keeps checkpoints of them.
     """
     if config.budget[1] is None:
@@ -114,7 +116,7 @@ def prune(
     else:
         verb = widened_to_multiple(particle.reference, structure, before.gates["keep"][0])
     if tuning.teacher == "given":
-        verb = partial(verb, teacher=trained.model)
+        verb = partial(verb, teacher=trained.model if teacher is None else teacher)
     tuned = train(verb, FINETUNED, particle.network, data, tuning)
     after = replace(
         before,

@@ -27,7 +27,7 @@ from dllp.structure.padding import kept_units, padded, rounded
 __all__ = [
     "DENSE", "INT8", "ONNX", "PRUNED", "TORCH", "LayerTime", "Row", "Subject", "Timed", "advice", "as_dict", "compared",
     "describe",
-    "headline", "holding_back", "layers", "measure", "measure_torch", "multiples", "subjects",
+    "headline", "holding_back", "layers", "measure", "measure_onnx", "measure_torch", "multiples", "subjects",
     "torch_layers", "torch_rows",
 ]  # fmt: skip
 DENSE, PRUNED = "dense", "pruned"
@@ -103,6 +103,11 @@ class Row:
     memory: int | None = None
     speedup: float | None = None
     share: float | None = None
+
+    @property
+    def undisturbed(self) -> float:
+        """Seconds of one batch on an idle machine: on one thread of a processor other programs do not count."""
+        return self.cpu if (self.device, self.threads) == ("cpu", 1) else self.median
 
     @property
     def throughput(self) -> float:
@@ -243,6 +248,22 @@ def measure_torch(
     disk = {s.name: sum(value.nbytes for value in s.network.state_dict().values()) for s in found}
     parts = [torch_rows(found, disk, {}, inputs(batch, shape), seconds=seconds, fewest=3) for batch in batches]
     return compared([row for part in parts for row in part])
+
+
+def measure_onnx(
+    found: Sequence[Subject], shape: tuple[int, ...], *, batches: Sequence[int] = (1,), seconds: float = 0.5
+) -> list[Row]:
+    """A brief measurement in onnxruntime on one thread of the processor, without int8 and peak memory."""
+    require_onnx()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [runtimes.written(subject, shape, Path(folder), i)[ONNX] for i, subject in enumerate(found)]
+        for batch in batches:
+            samples = runtimes.onnx_samples(paths, inputs(batch, shape), "cpu", 1, seconds)
+            for subject, path, part in zip(found, paths, samples, strict=True):
+                setting: dict[str, Any] = dict(device="cpu", threads=1, batch=batch)
+                rows.append(_row(subject, ONNX, part, path.stat().st_size, None, **setting))
+    return compared(rows)
 
 
 def torch_rows(

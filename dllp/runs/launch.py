@@ -91,7 +91,7 @@ class Spread:
         self.unfit: list[Unfit] = []
 
     def run(self) -> None:
-        """Run until every job is finished or has failed; failures are raised at the end."""
+        """Run until every job is finished or has failed."""
         with Signals() as signals:
             asked: list[int] = []
             signals.stop = asked.append
@@ -107,7 +107,6 @@ class Spread:
                 self.pool.close()
         for text in sorted({str(unfit.error) for unfit in self.unfit}):
             self.report(f"{text}; the others went on without it")
-        self.book.close()
 
     def _go_on(self) -> bool:
         """Give work to as many workers as there is room for; False where no work is left."""
@@ -208,7 +207,6 @@ def finish(
                 print(found.trace, file=sys.stderr)
         else:
             book.keep(planned, found)
-    book.close()
 
 
 def check_launcher(given: Mapping[str, Any]) -> None:

@@ -19,7 +19,8 @@ from dllp import files
 from dllp.config import LONG, RETIRED, Config, check_retired, fits, in_words, types_of
 from dllp.errors import ArtifactError, ConfigError, nearest
 
-DLLP = "dllp"
+DLLP, DENSE = "dllp", "dense"
+"""Methods of this package itself: its own, and plain training of the whole network."""
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 """Endings of files with trained weights."""
 SETTINGS_BYTES = 2**16
@@ -50,7 +51,7 @@ class Task:
         validation: Fraction or number of training examples to hold out, and to evaluate on instead of the test set.
         dense: Compare with the dense network: the given one, or one trained by the same recipe where init is fresh.
         method: `dllp`, or one of the methods that `dllp methods` lists, trained by the same recipe to the same budget;
-            with hyperparameters, for example `polarization:strength=1e-4,t=1.1`.
+            with hyperparameters, for example `polarization:strength=1e-4,t=1.1`. `dense` trains and removes nothing.
         finetune_epochs: Epochs of training after the cut, for other methods than dllp.
         threads: CPU threads of the run; by default one or all, whichever is faster as it starts. Bits depend on them.
     """

@@ -94,10 +94,12 @@ class Pretended:
 def spread(folder: Path, pool: Pretended) -> list[str]:
     """Run the small table's plan; returns what was told."""
     told: list[str] = []
+    book = Book(Store(folder))
     try:
-        Spread(units(PLAN), pool, Book(Store(folder)), told.append).run()
+        Spread(units(PLAN), pool, book, told.append).run()
     finally:
         assert pool.closed
+    book.close()
     return told
 
 
@@ -178,9 +180,10 @@ def test_errors_of_a_job_are_not_tried_again(tmp_path: Path) -> None:
             return Failed(StructureError("it will not do"))
         return Failed(WorkerError("TypeError: no"), "Traceback ...") if job.method == "dllp" else outcome(job)
 
-    pool, told = Pretended(1, act), list[str]()
+    pool, told, book = Pretended(1, act), list[str](), Book(Store(tmp_path))
+    Spread(units(PLAN), pool, book, told.append).run()
     with pytest.raises(StructureError, match=r"^thin seed 0: it will not do \(3 more failed\)$"):
-        Spread(units(PLAN), pool, Book(Store(tmp_path)), told.append).run()
+        book.close()
     assert len(pool.given) == len(PLAN) and told == ["dllp seed 0: TypeError: no\nTraceback ..."]
     assert pool.hired == 2, "nothing more is asked of a worker that broke down"
 
