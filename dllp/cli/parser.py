@@ -193,8 +193,8 @@ def _compare(parser: Parser) -> None:
              "validation", "threads")  # fmt: skip
     add_fields(group, Task, names)
     group = parser.add_argument_group("what to compare")
-    text = "Methods, `dllp` or any that `dllp methods` lists, with hyperparameters as for --method of dllp prune."
-    add(group, "--methods", str, text, nargs="+", default=["dllp", "l1-filters", "fpgm"], metavar="METHOD")
+    text = "`dllp` or any that `dllp methods` lists, as for --method of dllp prune. (default: dllp l1-filters fpgm)"
+    add(group, "--methods", str, text, nargs="+", metavar="METHOD")
     add(group, "--keep-flops", float, "Fractions of the multiply-accumulates to keep.", nargs="+")
     add(group, "--keep-params", float, "Fractions of the parameters to keep.", nargs="+")
     add(group, "--seeds", int, "Number of seeds, counted from --seed.", default=3)
@@ -208,7 +208,7 @@ def _compare(parser: Parser) -> None:
     names = ("granularity", "particles", "batch_size", "lr", "optimizer", "weight_decay", "round_to", "gate_linear",
              "seed", "init", "device", "precision", "deterministic", "recompute", "accumulate", "on_nan")  # fmt: skip
     add_fields(parser.add_argument_group("recipe of all runs"), Config, names)
-    parser.set_defaults(trust_imports=False)
+    parser.set_defaults(methods=["dllp", "l1-filters", "fpgm"], trust_imports=False)
 
 
 def _evaluate(parser: Parser) -> None:
