@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -326,7 +327,7 @@ def test_workers_that_end_leave_runs_that_go_on(whole: Path, tmp_path: Path) -> 
     line = [sys.executable, "-m", "dllp", *command(out, "--jobs", "2"), "--dense-epochs", "3000"]
     with subprocess.Popen(line, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         while process.poll() is None and not list(folder.glob("checkpoints/dense/*.safetensors")):
-            pass
+            time.sleep(0.05)
         os.kill(process.pid, signal.SIGTERM)
         _, error = process.communicate(timeout=120)
     assert process.returncode == 143, error
