@@ -85,7 +85,7 @@ class BoostingAndSuppression(Dynamic):
     title = "feature boosting and suppression (FBS)"
     paper = "Gao et al., Dynamic channel pruning: feature boosting and suppression"
     year = 2019
-    published = (Published("vgg16_bn", 50, 0.47, rerun=True),)
+    published = (Published("vgg16_bn", 50, 0.47, rerun="an unnamed source"),)
     strength: float = 1e-8
 
     def __post_init__(self) -> None:

@@ -140,7 +140,7 @@ class RuntimePruning(Dynamic):
     title = "runtime neural pruning (RNP)"
     paper = "Lin et al., Runtime neural pruning"
     year = 2017
-    published = (Published("vgg16_bn", 50, 0.85, rerun=True),)
+    published = (Published("vgg16_bn", 50, 0.85, rerun="an unnamed source"),)
     random: float = 1 / 3
     price: float = 0.1
     rate: float = 0.1

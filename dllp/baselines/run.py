@@ -1,4 +1,4 @@
-"""One run of a method: train, score, cut, verify, repair, and fine-tune where that is wanted.
+"""One run of a method: train, prepare, score, cut, verify, repair, and fine-tune where that is wanted.
 
 In fine-tuning removed weights stay zero, and cut networks train in widths of full speed: dead channels fill them up to
 a multiple of 8 and are taken away afterwards; on every device, so that a run can be resumed on another one.
@@ -7,7 +7,8 @@ a multiple of 8 and are taken away afterwards; on every device, so that a run ca
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from dllp.api import Result, train_dense
 from dllp.baselines.protocol import Method, Scene, StepInfo
 from dllp.config import Config
+from dllp.data import from_pair
 from dllp.devices.device import undisturbed
 from dllp.errors import ConfigError
 from dllp.posterior import posterior_of
@@ -36,7 +38,7 @@ Verb = Callable[..., Result]
 """Something like :func:`dllp.api.train_dense`."""
 Train = Callable[[Verb, str, nn.Module, Data, Config], Result]
 """Runs a verb as the named stage of a run."""
-TRAINED, FINETUNED = "trained", "finetuned"
+TRAINED, PREPARED, FINETUNED = "trained", "prepared", "finetuned"
 FINETUNE_LR = 0.25
 """Peak of the fine-tuning's learning rate, as a share of the training's."""
 IMAGES = 512
@@ -82,7 +84,7 @@ def prune(
         filter_fn: As for :func:`dllp.prune`.
         trained: A network trained by this recipe already, for a method that needs no training of its own.
         teacher: Teaches the fine-tuning in place of the whole network, such as the one that the method started from.
-        train: Runs each of the two trainings, for whoever keeps checkpoints of them.
+        train: Runs each of the trainings, for whoever keeps checkpoints of them.
     """
     if config.budget[1] is None:
         raise ConfigError(f"{method.name} needs a budget: give keep_flops or keep_params, for example 0.45")
@@ -91,11 +93,21 @@ def prune(
         raise ConfigError(f"method {method.name} has granularity = channel: leave out granularity")
     if config.units not in (None, "channels"):
         raise ConfigError(f"method {method.name} scores channels, no branches: leave out units = {config.units}")
+    if method.labelled and config.task != "classification":
+        raise ConfigError(
+            f"method {method.name} needs classes, and task = {config.task} has none: choose another method"
+        )
+    early = math.ceil(method.before_cut * finetune_epochs)
+    if method.before_cut and finetune_epochs <= early:
+        raise ConfigError(
+            f"finetune_epochs = {finetune_epochs}: method {method.name} trains for a part of them before the cut, "
+            "give 2 at least, for example 30"
+        )
     decay = replace(config, granularity="channel").resolved().weight_decay  # the dense network's
     plain = replace(config, granularity=method.granularity, particles=1, weight_decay=decay).resolved()
     tuning = None
     if finetune_epochs:
-        tuning = replace(plain, epochs=finetune_epochs, lr=finetune_lr * plain.lr, init="given", warmup=0.0)
+        tuning = replace(plain, epochs=finetune_epochs - early, lr=finetune_lr * plain.lr, init="given", warmup=0.0)
     config = method.settings(replace(plain, teacher="off"))
     batches, example, structure, *_ = prepare(model, data, config, filter_fn, channels=config.granularity == "channel")
 
@@ -105,8 +117,20 @@ def prune(
     scene_of(Particles.start(model, config, torch.device("cpu")))  # a budget out of reach is an error before training
     if trained is None or method.trains:
         trained = train(regularised(method, scene_of), TRAINED, model, data, config)
-    whole = copy.deepcopy(trained.model).to(batches.device)
-    scene = replace(scene_of(Particles([whole])), inputs=sample(batches))
+    examples = partial(first_pairs, batches)
+    inputs, around = torch.cat([x for x, _ in examples(IMAGES)]), None
+    if early and tuning is not None:
+        own, loss = method.prepare(copy.deepcopy(trained.model).to(batches.device), structure, inputs)
+        pairs = (
+            from_pair(*data, integers=True) if isinstance(data, tuple) else data
+        )  # with a loss they stay as they are
+        prepared = train(
+            partial(train_dense, loss=loss), PREPARED, own, pairs, replace(tuning, epochs=early, teacher="off")
+        )
+        around = prepared.model.to(batches.device)
+        trained = replace(trained, history=_joined(trained.history, prepared.history))
+    whole = copy.deepcopy(trained.model if around is None else around.network).to(batches.device)  # type: ignore
+    scene = replace(scene_of(Particles([whole])), inputs=inputs, examples=examples, around=around)
     before = _cut(method, scene, trained, example)
     if tuning is None:
         return Pruned(before, None)
@@ -124,21 +148,24 @@ def prune(
         particles=[replace(particle, network=tuned.model)],
         posterior=tuned.posterior,
         gates={**before.gates, "noise": tuned.gates["noise"]},
-        history=before.history + [{**r, "epoch": r["epoch"] + config.epochs} for r in tuned.history],
+        history=_joined(before.history, tuned.history),
         info={**before.info, "finetune_epochs": finetune_epochs, "finetune_lr": finetune_lr},
     )
     return Pruned(before, after)
 
 
-def sample(batches: Any) -> Tensor:
-    """(B, ...): the first training inputs."""
-    parts, count = [], 0
-    for x, _ in batches.epoch(0):
-        parts.append(x.contiguous())
-        count += len(x)
-        if count >= IMAGES:
+def first_pairs(batches: Any, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The first training pairs, batch by batch, as many as there are of `count`."""
+    for x, y in batches.epoch(0):
+        if count <= 0:
             break
-    return torch.cat(parts)[:IMAGES]
+        yield x[:count].contiguous(), y[:count]
+        count -= len(x)
+
+
+def _joined(first: list[dict[str, Any]], then: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records of two trainings, their epochs counted on."""
+    return first + [{**record, "epoch": record["epoch"] + len(first)} for record in then]
 
 
 def _cut(method: Method, scene: Scene, trained: Result, example: Tensor) -> Result:

@@ -81,7 +81,11 @@ def methods(args: Namespace) -> None:
         files.write_json(Path(args.json), listed, named=True)
     width = max(len(entry["name"]) for entry in listed)
     for entry in listed:
-        figures = "".join(f"; {f['network']}: {f['drop']:g} lost at -{f['removed']:g}%" for f in entry["published"])
+        figures = "".join(
+            f"; {f['network']}: {f['drop']:g} lost at -{f['removed']:g}%"
+            + (f", re-run by {f['rerun']}" if f["rerun"] else "")
+            for f in entry["published"]
+        )
         settings = "".join(f"; {name} {value:g}" for name, value in entry["hyperparameters"].items())
         print(f"{entry['name']:{width}}  {entry['year']}  {entry['paper']} ({entry['removes']}{settings}{figures})")
 

@@ -159,6 +159,8 @@ def test_mistakes_are_one_clear_line() -> None:
     data = (torch.randn(32, 1, 8, 8), torch.arange(32) % 10)
     with pytest.raises(ConfigError, match="no method 'nothing': choose from dllp, random"):
         find("nothing")
+    with pytest.raises(ConfigError, match="ccp needs classes, and task = regression has none"):
+        run.prune(find("ccp"), small_cnn(), data, Config(keep_flops=0.5, task="regression"))
     with pytest.raises(ConfigError, match="slimming needs a budget"):
         run.prune(find("slimming"), small_cnn(), data, Config())
     with pytest.raises(StructureError, match="cannot be reached"):
@@ -178,7 +180,7 @@ def test_mistakes_are_one_clear_line() -> None:
 
 
 def test_every_method_names_its_paper() -> None:
-    assert len(METHODS) == 12
+    assert len(METHODS) == 13
     for name, method in METHODS.items():
         assert method.name == name and method.title and method.paper and 2010 < method.year < 2024
         for figure in method.published:
@@ -186,8 +188,8 @@ def test_every_method_names_its_paper() -> None:
     drops = {name: [p.drop for p in m.published] for name, m in METHODS.items() if m.published}
     assert drops == {
         "l1-filters": [0.5], "thinet": [0.14], "cp": [0.32], "slimming": [0.53], "sfp": [0.24], "fpgm": [0.1],
-        "polarization": [-0.03], "deephoyer": [0.26],
+        "polarization": [-0.03], "deephoyer": [0.26], "ccp": [0.04],
     }  # fmt: skip
-    as_dense = {"random", "magnitude-l2", "l1-filters", "thinet", "cp"}
+    as_dense = {"random", "magnitude-l2", "l1-filters", "thinet", "cp", "ccp"}
     assert {name for name, m in METHODS.items() if not m.trains} == as_dense
     assert np.unique([m.title for m in METHODS.values()]).size == len(METHODS)
