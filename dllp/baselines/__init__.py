@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from types import MappingProxyType
 
 from dllp.baselines.collaborative import CollaborativePruning
+from dllp.baselines.discrimination import DiscriminationAware
 from dllp.baselines.dynamic import Dynamic
 from dllp.baselines.fbs import BoostingAndSuppression
 from dllp.baselines.liws import InstanceSparsity
@@ -21,6 +22,7 @@ from dllp.errors import ConfigError
 _ALL = (
     Random(), MagnitudeL2(), MagnitudeL1(), L1Filters(), ThiNet(), ChannelPruning(), Slimming(), SoftFilters(),
     SparseStructures(), GeometricMedian(), Polarization(), DeepHoyer(), CollaborativePruning(),
+    DiscriminationAware(),
 )  # fmt: skip
 METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _ALL})
 _BY_IMAGE = (RuntimePruning(), BoostingAndSuppression(), InstanceSparsity())

@@ -112,8 +112,8 @@ def channel_terms(network: nn.Module, names: set[str], inputs: bool, x: Tensor, 
         module = network.get_submodule(name)
         axis = -1 if isinstance(module, nn.Linear) else 1
         value, gradient = (tensor.detach().movedim(axis, -1) for tensor in (value, gradient))
-        bias = 0 if inputs or module.bias is None else module.bias
-        terms = ((value - bias) * gradient).reshape(len(x), -1, value.shape[-1]).sum(1)
+        bias = None if inputs else dict(module.named_parameters()).get("bias")
+        terms = ((value if bias is None else value - bias) * gradient).reshape(len(x), -1, value.shape[-1]).sum(1)
         found[name] = found[name] + terms if name in found else terms
     return found
 

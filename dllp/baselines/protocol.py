@@ -184,10 +184,10 @@ class Method(ABC):
     def after_step(self, scene: Scene, info: StepInfo) -> None:  # noqa: B027 - nothing by default
         """Act on the weights after a step of the first training."""
 
-    def prepare(self, network: nn.Module, structure: Structure, inputs: Tensor) -> tuple[nn.Module, LossFn]:
-        """A module around the trained network, its attribute `network`, and their loss in a training before the cut.
+    def prepare(self, scene: Scene) -> tuple[nn.Module, LossFn]:
+        """A module around the scene's network, its attribute `network`, and their loss in a training before the cut.
 
-        Only of methods with a share `before_cut`; the scene has the trained module as `around`.
+        Only of methods with a share `before_cut`; `scores` finds the module, trained, as `scene.around`.
         """
         raise NotImplementedError
 

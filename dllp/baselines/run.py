@@ -118,19 +118,21 @@ def prune(
     if trained is None or method.trains:
         trained = train(regularised(method, scene_of), TRAINED, model, data, config)
     examples = partial(first_pairs, batches)
-    inputs, around = torch.cat([x for x, _ in examples(IMAGES)]), None
+    inputs = torch.cat([x for x, _ in examples(IMAGES)])
+
+    def trained_scene(network: nn.Module, around: nn.Module | None = None) -> Scene:
+        whole = Particles([copy.deepcopy(network).to(batches.device)])
+        return replace(scene_of(whole), inputs=inputs, examples=examples, around=around)
+
+    scene = trained_scene(trained.model)
     if early and tuning is not None:
-        own, loss = method.prepare(copy.deepcopy(trained.model).to(batches.device), structure, inputs)
-        pairs = (
-            from_pair(*data, integers=True) if isinstance(data, tuple) else data
-        )  # with a loss they stay as they are
-        prepared = train(
-            partial(train_dense, loss=loss), PREPARED, own, pairs, replace(tuning, epochs=early, teacher="off")
-        )
+        around, loss = method.prepare(scene)
+        pairs = from_pair(*data, integers=True) if isinstance(data, tuple) else data  # as they are without a loss
+        recipe = replace(tuning, epochs=early, teacher="off")
+        prepared = train(partial(train_dense, loss=loss), PREPARED, around, pairs, recipe)
         around = prepared.model.to(batches.device)
+        scene = trained_scene(around.get_submodule("network"), around)
         trained = replace(trained, history=_joined(trained.history, prepared.history))
-    whole = copy.deepcopy(trained.model if around is None else around.network).to(batches.device)  # type: ignore
-    scene = replace(scene_of(Particles([whole])), inputs=inputs, examples=examples, around=around)
     before = _cut(method, scene, trained, example)
     if tuning is None:
         return Pruned(before, None)

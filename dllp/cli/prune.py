@@ -349,7 +349,7 @@ class _Pruning:
             board.close()
         if held.signal is not None:  # it came after the last step
             raise Interrupted(held.signal)
-        if isinstance(data, Dataset) and result.history:
+        if isinstance(data, Dataset) and result.history and name != baseline.PREPARED:  # its loss is of several answers
             nothing = health.learned_nothing(result.history[-1]["loss"], data.train.y, config.budget[1])
             if nothing:
                 progress.warn(f"{name}: {nothing}")
