@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from types import MappingProxyType
 
+from dllp.baselines.automl import AutoCompression
 from dllp.baselines.collaborative import CollaborativePruning
 from dllp.baselines.discrimination import DiscriminationAware
 from dllp.baselines.dynamic import Dynamic
@@ -22,7 +23,7 @@ from dllp.errors import ConfigError
 _ALL = (
     Random(), MagnitudeL2(), MagnitudeL1(), L1Filters(), ThiNet(), ChannelPruning(), Slimming(), SoftFilters(),
     SparseStructures(), GeometricMedian(), Polarization(), DeepHoyer(), CollaborativePruning(),
-    DiscriminationAware(),
+    DiscriminationAware(), AutoCompression(),
 )  # fmt: skip
 METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _ALL})
 _BY_IMAGE = (RuntimePruning(), BoostingAndSuppression(), InstanceSparsity())

@@ -182,7 +182,7 @@ def test_mistakes_are_one_clear_line() -> None:
 
 
 def test_every_method_names_its_paper() -> None:
-    assert len(METHODS) == 14
+    assert len(METHODS) == 15
     for name, method in METHODS.items():
         assert method.name == name and method.title and method.paper and 2010 < method.year < 2024
         for figure in method.published:
@@ -190,8 +190,8 @@ def test_every_method_names_its_paper() -> None:
     drops = {name: [p.drop for p in m.published] for name, m in METHODS.items() if m.published}
     assert drops == {
         "l1-filters": [0.5], "thinet": [0.14], "cp": [0.32], "slimming": [0.53], "sfp": [0.24], "fpgm": [0.1],
-        "polarization": [-0.03], "deephoyer": [0.26], "ccp": [0.04], "dcp": [0.31, -0.17],
+        "polarization": [-0.03], "deephoyer": [0.26], "ccp": [0.04], "dcp": [0.31, -0.17], "amc": [0.9],
     }  # fmt: skip
-    as_dense = {"random", "magnitude-l2", "l1-filters", "thinet", "cp", "ccp", "dcp"}
+    as_dense = {"random", "magnitude-l2", "l1-filters", "thinet", "cp", "ccp", "dcp", "amc"}
     assert {name for name, m in METHODS.items() if not m.trains} == as_dense
     assert np.unique([m.title for m in METHODS.values()]).size == len(METHODS)
