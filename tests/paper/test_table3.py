@@ -61,12 +61,13 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Table:
 def test_every_row_stands_with_its_seeds_and_targets() -> None:
     table = tables.TABLES["table3"]
     jobs = {row.name: row.job for row in table.rows}
-    own, others = ["dllp-channel-65.95", "given-channel-65.95"], ["tuned-l1-filters-65.95", "tuned-slimming-65.95"]
+    own = ["dllp-channel-65.95", "given-channel-65.95"]
+    others = [f"tuned-{name}-65.95" for name in ("l1-filters", "slimming", "dcp", "ccp")]
     assert list(jobs) == ["dense", *own, *others]
-    assert [job.keep for job in jobs.values()] == [1.0, 0.3405, 0.3405, 0.3405, 0.3405]
-    assert [row.seeds for row in table.rows] == [(0, 1, 2), (0, 1, 2), (0, 1, 2), (0,), (0,)]
-    assert [job.finetune for job in jobs.values()] == [0, 0, 0, 30, 30]
-    assert [job.epochs for job in jobs.values()] == [60, 60, 90, 60, 60]
+    assert [job.keep for job in jobs.values()] == [1.0] + [0.3405] * 6
+    assert [row.seeds for row in table.rows] == [(0, 1, 2)] * 3 + [(0,)] * 4
+    assert [job.finetune for job in jobs.values()] == [0, 0, 0, 30, 30, 30, 30]
+    assert [job.epochs for job in jobs.values()] == [60, 60, 90, 60, 60, 60, 60]
     for job in jobs.values():
         assert (job.network, job.config.batch_size, job.augment) == ("resnet50", 512, "resized-crop")
     assert jobs["dllp-channel-65.95"].config.particles == 2
@@ -105,10 +106,10 @@ def test_the_whole_table_on_pictures_in_memory(
     assert f"Measured on animals: 20 training examples of {SIDE}x{SIDE} in 2 classes." in text
     assert "*SFP, quoted from the paper*" in text and "on ImageNet at 224x224" in text
     assert "`dllp bench small3 --data FOLDER" in text
-    assert text.count(", 1 epochs of fine-tuning (before it ") == 2, "as many as the runs had, not the table's 30"
+    assert text.count(", 1 epochs of fine-tuning (before it ") == 3, "as many as the runs had, not the table's 30"
     assert json.loads((store.folder / "summary.json").read_text())["data"].startswith("animals: 20 ")
     assert main([*words[:2], *words[4:], "--list"]) == 0, "what is finished can be listed without the data"
-    assert "5 of 5 jobs are finished" in capsys.readouterr().out
+    assert "7 of 7 jobs are finished" in capsys.readouterr().out
 
 
 def test_streamed_pictures_and_a_validation_split(
