@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dllp.api import Result
 from dllp.baselines.protocol import Published
 from dllp.baselines.reconstruction import plain
-from dllp.baselines.run import FINETUNE_LR, Train, hooked, sample
+from dllp.baselines.run import FINETUNE_LR, IMAGES, Train, first_pairs, hooked
 from dllp.config import Config, Granularity
 from dllp.devices.device import undisturbed
 from dllp.errors import ConfigError, StructureError
@@ -308,7 +308,8 @@ def prune(
 
     found = gated(method, model, structure, config.seed)
     found.network.to(batches.device)
-    budget, inputs = config.keep_flops * structure.flops.dense, sample(batches)
+    budget = config.keep_flops * structure.flops.dense
+    inputs = torch.cat([x for x, _ in first_pairs(batches, IMAGES)])
     _check_reach(method, found, inputs, config.keep_flops)
     found = method.fit(Setup(found, inputs, batches, budget, trained), epochs)
     found.network.cpu().eval()

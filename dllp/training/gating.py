@@ -61,8 +61,8 @@ class Scales:
         order = place[unit].argsort(stable=True)
         sizes, units = count.unique(return_counts=True)
         parts = tuple(zip(units.tolist(), sizes.tolist(), strict=True))
-        tensors = at[order], unit[order], count.to(torch.get_default_dtype()), place
-        return cls(*(tensor.to(device) for tensor in tensors), parts, modules, lengths, spare)
+        at, unit, place = at[order].to(device), unit[order].to(device), place.to(device)
+        return cls(at, unit, count.to(device, torch.get_default_dtype()), place, parts, modules, lengths, spare)
 
     @cached_property
     def coordinates(self) -> Tensor:
