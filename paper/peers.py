@@ -55,7 +55,7 @@ def prune(name: str, model: nn.Module, data: Dataset, config: Config, finetune_e
 def shrunk(name: str, model: nn.Module, example: Tensor, budget: float) -> nn.Module:
     """A copy of the network cut until it costs at most `budget`; the last linear layer keeps its outputs."""
     try:
-        import torch_pruning as tp
+        import torch_pruning as tp  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ConfigError(f"row {name} needs Torch-Pruning: pip install torch-pruning") from None
     small = copied(model).cpu().eval()
