@@ -92,12 +92,13 @@ def discover(
     whole: dict[str, str] = {}
     found: dict[Atom, Group] = {}
     with isolated(model):
-        trace = observe(model, inputs)
+        scratch = copied(model).eval()  # never run itself, and its parameters serve all copies that are
+        trace = observe(scratch, inputs)
         if channels:
             forbidden = _forbidden(model, filter_fn)
             if units != "blocks":
                 found, whole = components(model, trace, forbidden)
-                found = followed(copied(model).eval(), found, trace.attributes.views, inputs)
+                found = followed(scratch, found, trace.attributes.views, inputs)
             if units in ("blocks", "both"):
                 sizes = {name: len(p) for name, p in model.named_parameters() if p.dim()}
                 for branch in branches(copied(model).eval(), inputs):
@@ -108,7 +109,7 @@ def discover(
                     zeros = {name: torch.zeros(sizes[name], dtype=torch.int64) for name in branch.parameters}
                     slices = tuple(Slice(name, 0, unit, "branch") for name, unit in zeros.items())
                     found[Atom(1)] = Group(branch.name, 1, slices, 1, "branch", tuple(branch.gone.items()))
-            refused = unsound(copied(model).eval(), list(found.values()), inputs)
+            refused = unsound(scratch, list(found.values()), inputs)
             taken: set[str] = set()
             found = {atom: group for atom, group in found.items() if group not in refused}
             found = dict(zip(found, named(found.values(), taken), strict=True))
