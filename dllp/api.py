@@ -44,6 +44,7 @@ from dllp.runs.checkpoints import Checkpoints, State
 from dllp.runs.folder import DENSE_FILE, new_folder
 from dllp.runs.tensors import write_network
 from dllp.structure.groups import WEIGHTS_INSTEAD, FilterFn, Structure
+from dllp.structure.latency import Profile
 from dllp.structure.slicing import copied
 from dllp.structure.trace import check_network
 from dllp.training import health
@@ -215,6 +216,7 @@ def prune(
     ranks: Ranks | None = None,
     teacher: nn.Module | str | None = None,
     validation: Data | float | None = None,
+    profile: Profile | str | Path | None = None,
     progress: bool = True,
     **options: Any,
 ) -> Result:
@@ -247,13 +249,15 @@ def prune(
         validation: Data to measure on at the end of each epoch, or the fraction (or number) of training examples to
             hold out for it; no step learns from it, and the last epoch stays the result. Without it a data set's own
             test set is looked at where the gates are decided and at the end only (`result.info["moments"]`).
+        profile: Of the network, for `config.keep_latency`: a file of `dllp profile`, from any machine. Without it one
+            is made here: one thread, batch 1, in onnxruntime if installed, or on CUDA where the run is.
         progress: Show how far the run is, on a terminal and in notebooks.
     """
     if isinstance(teacher, str):  # the option of the same name
         options, teacher = {**options, "teacher": teacher}, None
     chosen, ranks = _checked(config, checkpoints, options), ranks or Ranks()
     if chosen.prior != SPIKE_AND_SLAB and chosen.budget[1] is None and not chosen.sparsity:
-        raise ConfigError(f"prior = {chosen.prior} closes no gate by itself: give keep_flops, keep_params or sparsity")
+        raise ConfigError(f"prior = {chosen.prior} closes no gate by itself: give a budget (keep_flops) or sparsity")
     if isinstance(data, str | os.PathLike):
         data = load_data(os.fsdecode(data))
     if isinstance(validation, int | float):
@@ -268,6 +272,10 @@ def prune(
     if channels:
         check_groups(structure)
     full, learned = _settled(model, found, chosen, objective, teacher, ranks)
+    clock = None
+    if full.keep_latency is not None:
+        clock = _above("Clock")(structure, model, found.example, profile, filter_fn, batches.device, ranks)
+        structure = clock.structure
     place = _placed(ranks, full, batches, model, found.example)
     master = make_teacher(model, teacher, full, objective, found)
     validates = validation is not None
@@ -283,7 +291,10 @@ def prune(
         return state
 
     state = _train(build, place, batches, checkpoints, on_epoch, on_step, on_start, progress)
-    return collect(state, structure, found.example, model if learned else None)
+    result = collect(state, structure, found.example, model if learned else None)
+    if clock is not None:
+        result.info["latency"] = clock.outcome(full.keep_latency, result.gates["keep"])
+    return result
 
 
 @undisturbed()

@@ -1,8 +1,8 @@
 """The configuration of a run in five groups, with flat names: the one place where a default stands.
 
 Section numbers refer to docs/method. ``None`` means "by granularity", of `likelihood` "by task", of the schedule and
-its rates "by what the network has learned and by the batches", and :meth:`Config.resolved` fills it in; of `keep_flops`
-and `keep_params` it means no budget.
+its rates "by what the network has learned and by the batches", and :meth:`Config.resolved` fills it in; of
+`keep_flops`, `keep_params` and `keep_latency` it means no budget.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from dllp.errors import ConfigError, nearest
 
 T = TypeVar("T")
 Granularity = Literal["channel", "weight"]
-Counted = Literal["flops", "params"]
+Counted = Literal["flops", "params", "latency"]
 Units = Literal["channels", "blocks", "both"]
+COUNTED = {"flops": "FLOPs", "params": "parameters", "latency": "time"}
+"""Budgets in words."""
 SPIKE_AND_SLAB = "spike_and_slab"
 ADAMW_LR, ADAMW_LARGEST = 0.001, 0.05
 """Default and largest learning rate of AdamW, whose steps are of its size: SGD's would throw weights away."""
@@ -97,10 +99,11 @@ class Budget:
     Args:
         keep_flops: Fraction of the multiply-accumulates to keep, in (0, 1]. Without this and without
             `keep_params` the prior and `sparsity` decide (natural sparsity).
-        keep_params: Fraction of the parameters to keep, in (0, 1]; give one of the two.
+        keep_params: Fraction of the parameters to keep, in (0, 1]; give one budget.
+        keep_latency: Fraction of the dense network's time to keep, in (0, 1]: on a `--profile`, or as measured here.
         granularity: `channel` cuts whole channels; `weight` zeroes single weights.
         units: With `channel`: `channels` (heads and widths, too), `blocks`, each residual branch as a whole, or `both`;
-            by default channels.
+            by default channels, and with keep_latency both.
         round_to: A layer keeps a multiple of this many channels, or all that it has. By default 8, which most runtimes
             are made for, where all layers are wide enough, and 1 elsewhere.
         gate_linear: With `weight`: gate the weights of linear layers too.
@@ -109,6 +112,7 @@ class Budget:
 
     keep_flops: Share | None = None
     keep_params: Share | None = None
+    keep_latency: Share | None = None
     granularity: Granularity = "channel"
     units: Units | None = None
     round_to: Count = WAITS
@@ -319,8 +323,15 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
                 raise ConfigError(f"{name} = {value}: {rules[name].text}")
             if isinstance(value, (int, float)) and not _storable(value):
                 raise ConfigError(f"{name} = {value}: a finite number that float32, or 64 bits, can hold is needed")
-        if self.keep_flops is not None and self.keep_params is not None:
-            raise ConfigError("keep_flops and keep_params are both given: choose one budget")
+        budgets = [n for n in ("keep_flops", "keep_params", "keep_latency") if getattr(self, n) is not None]
+        if len(budgets) > 1:
+            raise ConfigError(f"{' and '.join(budgets)} are both given: choose one budget")
+        if self.keep_latency is not None and self.granularity == "weight":
+            raise ConfigError("keep_latency needs granularity = channel: zeros among weights save no time")
+        if self.keep_latency is not None and self.round_to is not None and self.round_to > 1:
+            raise ConfigError(
+                f"round_to = {self.round_to}: with keep_latency the profile's widths decide, leave it out"
+            )
         if self.granularity == "weight" and self.units not in (None, "channels"):
             raise ConfigError(f"units = {self.units} are no single weights: leave out granularity = weight, or units")
         if "batch_size" not in unresolved and self.accumulate > self.batch_size:
@@ -357,7 +368,14 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
     @property
     def budget(self) -> tuple[Counted, float | None]:
         """The counted cost, and the fraction of it to keep; None without a budget."""
+        if self.keep_latency is not None:
+            return "latency", self.keep_latency
         return ("flops", self.keep_flops) if self.keep_params is None else ("params", self.keep_params)
+
+    @property
+    def usual_units(self) -> Units:
+        """`units`, or their default."""
+        return self.units or ("channels" if self.keep_latency is None else "both")
 
     @property
     def _spike(self) -> float:
@@ -395,7 +413,7 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
         usual |= {
             "batch_size": batch_size,
             "round_to": 1,
-            "units": "channels",
+            "units": self.usual_units,
             "likelihood": "gaussian" if self.task == "regression" else "categorical",
             "epsilon": epsilon,
             "slab_bounds": bounds,
@@ -447,8 +465,8 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
     def identity(self) -> dict[str, Any]:
         """All that digests and fingerprints count: :meth:`as_dict` with the values that retired options had.
 
-        Options of a teacher count where there is one, the optimizer where it is not SGD, and the units where they are
-        not channels, so that runs without keep the names they had before.
+        Options of a teacher count where there is one, the optimizer where it is not SGD, the units where they are not
+        channels, and a latency where it is the budget, so that runs without keep the names they had before.
         """
         values = self.as_dict() | {name: value[self.granularity] for name, value in RETIRED.items()}
         taught = self.teacher != "off"
@@ -456,6 +474,8 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
             del values["optimizer"]
         if self.units in (None, "channels"):
             del values["units"]
+        if self.keep_latency is None:
+            del values["keep_latency"]
         return {name: value for name, value in values.items() if taught or not name.startswith("teacher")}
 
 

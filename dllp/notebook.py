@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from dllp.config import Config
+from dllp.config import COUNTED, Config
 from dllp.records import EpochRecord
 
 PAUSE = 0.5
@@ -91,7 +91,7 @@ def lines(
     shares = [f"{_share(size, dense, 'macs')} of the FLOPs, {_share(size, dense, 'params')} of the parameters"
               for size in sizes]  # fmt: skip
     counted, keep = config.budget
-    budget = f" (budget: {100 * keep:g}% of the {'parameters' if counted == 'params' else 'FLOPs'})" if keep else ""
+    budget = f" (budget: {100 * keep:g}% of the {COUNTED[counted]})" if keep else ""
     found = [f"dllp.Result: {n} pruned network{'s' * (n > 1)}{budget}"]
     found += [f"  particle {i + 1}: {share}" for i, share in enumerate(shares[:4])] + ["  ..."] * (n > 4)
     if history and history[-1].get("loss"):
@@ -113,8 +113,7 @@ def summary(
     """A result as HTML: what each particle costs, and what is left of each layer."""
     n = len(sizes)
     counted, keep = config.budget
-    what = "parameters" if counted == "params" else "FLOPs"
-    asked = f", asked to keep {100 * keep:g}% of the {what}" if keep is not None else ""
+    asked = f", asked to keep {100 * keep:g}% of the {COUNTED[counted]}" if keep is not None else ""
     head = f"<b>dllp</b>: {n} pruned network{'s' * (n > 1)}{asked}"
     if history and history[-1].get("loss"):
         head += f"; loss {fmean(history[-1]['loss']):.4f} after {len(history)} epochs"

@@ -95,7 +95,7 @@ def prepare(
     objective = objective or Objective(config)
     batches = as_batches(data, config, device, as_is=objective.loss is not None, steps=steps)
     x, y = example_of(batches)
-    options: dict[str, Any] = {"filter_fn": filter_fn, "channels": channels, "units": config.units}
+    options: dict[str, Any] = {"filter_fn": filter_fn, "channels": channels, "units": config.usual_units}
     if y is None or isinstance(batches, StreamedBatches):
         example = check_loss(model, objective, config, x)
         return Prepared(batches, example, discover(model, example, **options), x, None)
@@ -152,6 +152,8 @@ def has_learned(model: nn.Module, batches: Source, config: Config, objective: Ob
 def suited_multiple(structure: Structure, config: Config) -> int:
     """Channels whose multiples a run keeps where nobody chose: :data:`MULTIPLE` in a network that is wide enough."""
     counted, keep = config.budget
+    if counted == "latency":  # which has its own widths
+        return 1
     try:
         cost = structure.params if counted == "params" else structure.flops
         select(structure, torch.zeros(structure.units), cost=cost, keep=keep, round_to=MULTIPLE)
@@ -513,12 +515,13 @@ def make_gating(
 ) -> ChannelGating | WeightGating:
     """The gates of the chosen granularity; a budget below what can be reached is an error before any training."""
     layout, device = particles.layout, particles.device
+    if config.keep_latency is not None and structure.latency is None:
+        raise ConfigError("keep_latency is a budget of dllp.prune: give keep_flops or keep_params here")
     if config.granularity == "channel":
         gating = ChannelGating(model, structure, layout, device, round_to=config.round_to)
     else:
         gating = WeightGating(model, structure, layout, device, linear=config.gate_linear, filter_fn=filter_fn)
-    keep = config.keep_params or config.keep_flops
-    gating.select(torch.zeros(gating.units), "params" if config.keep_params else "flops", keep)
+    gating.select(torch.zeros(gating.units), *config.budget)
     return gating
 
 

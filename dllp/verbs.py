@@ -22,6 +22,7 @@ from dllp.data.ood import find as find_outside
 from dllp.data.ood import unlabelled
 from dllp.deploy import export as exporting
 from dllp.deploy import speed as timing
+from dllp.deploy.profiles import Clock
 from dllp.devices.device import find_device, undisturbed
 from dllp.errors import ConfigError
 from dllp.evaluation import evaluate as evaluation
@@ -32,7 +33,7 @@ from dllp.prepare import Data, as_array
 from dllp.report import contents
 from dllp.runs.folder import EVALUATION
 
-__all__ = ["evaluate", "export", "show", "speed"]
+__all__ = ["Clock", "evaluate", "export", "show", "speed"]
 
 
 @undisturbed()

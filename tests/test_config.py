@@ -144,7 +144,7 @@ def test_unknown_names_and_types_in_a_file() -> None:
 def test_resolved_leaves_nothing_open(granularity: Any, task: Any) -> None:
     config = Config(granularity=granularity, task=task).resolved()
     free = {f.name for f in fields(config) if getattr(config, f.name) is None}
-    assert free == {"keep_flops", "keep_params"}
+    assert free == {"keep_flops", "keep_params", "keep_latency"}
     assert config.resolved() == config
     assert config.likelihood == ("categorical" if task == "classification" else "gaussian")
     assert config.epsilon == (100 if granularity == "channel" else 300)

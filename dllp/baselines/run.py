@@ -86,7 +86,7 @@ def prune(
         teacher: Teaches the fine-tuning in place of the whole network, such as the one that the method started from.
         train: Runs each of the trainings, for whoever keeps checkpoints of them.
     """
-    if config.budget[1] is None:
+    if config.budget[1] is None or config.keep_latency is not None:
         raise ConfigError(f"{method.name} needs a budget: give keep_flops or keep_params, for example 0.45")
     method.refuse_priors(vars(config))
     if (config.granularity, method.granularity) == ("weight", "channel"):

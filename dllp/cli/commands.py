@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from argparse import Namespace
 from importlib import import_module
 from pathlib import Path
@@ -90,6 +89,31 @@ def methods(args: Namespace) -> None:
         print(f"{entry['name']:{width}}  {entry['year']}  {entry['paper']} ({entry['removes']}{settings}{figures})")
 
 
+def profile(args: Namespace) -> None:
+    """Time a network's layers on this machine."""
+    from dllp.cli.structure import subject
+    from dllp.deploy.profiles import measure_profile, timer_of
+    from dllp.runs import settings
+
+    task, _ = settings.split(args.chosen)
+    args.tokens = None
+    timer_of(args.runtime, (), args.threads, args.batch)  # what is missing is an error before data are read
+    model, example = subject(task, args, args.classes)
+    options = dict(runtime=args.runtime, threads=args.threads, batch=args.batch)
+    with progress.status(args.quiet) as show:
+        found = measure_profile(model, tuple(example.shape[1:]), progress=show, **options)
+    found.write(Path(args.out))
+    if not args.quiet:
+        share = 100 * found.overhead / found.dense
+        print(f"{args.out}: {1e3 * found.dense:.2f} ms dense, of which {share:.0f}% fall with no width")
+        for check in found.checks:
+            predicted = found.overhead + (1 - found.overhead / found.dense) * check.kernels
+            print(
+                f"at {100 * check.kept:g}% of the widths: {1e3 * check.seconds:.2f} ms, {1e3 * predicted:.2f} predicted"
+            )
+        print(f"next: dllp prune --model {task.model} --keep-latency 0.5 --profile {args.out}")
+
+
 def speed(args: Namespace) -> None:
     """Time dense and pruned network, and leave the figures of the first particle in the run folder for its report."""
     from dllp.deploy import speed
@@ -128,15 +152,10 @@ def environment() -> dict[str, Any]:
     import onnxruntime
     import torch
 
-    from dllp.devices.device import environment
+    from dllp.devices.device import environment, processor
 
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    except OSError:
-        processor = platform.processor()
     return environment(torch.device("cuda" if torch.cuda.is_available() else "cpu")) | {
         "onnxruntime": onnxruntime.__version__,
-        "processor": processor,
+        "processor": processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
     }

@@ -21,7 +21,18 @@ from dllp.runs.settings import SUFFIXES, TASK, Task, convert
 ABOUT = "Neural networks made small by Bayesian pruning, with a posterior that says how far to trust what is left."
 NETWORKS = ("mlp", "resnet20", "resnet50", "resnet56", "small_cnn", "small_resnet", "vgg11_bn", "vgg16_bn")
 """Names that `dllp.zoo` knows, which takes PyTorch to ask; a test holds both equal."""
-MAIN = ("keep_flops", "keep_params", "granularity", "particles", "epochs", "batch_size", "seed", "init", "device")
+MAIN = (
+    "keep_flops",
+    "keep_params",
+    "keep_latency",
+    "granularity",
+    "particles",
+    "epochs",
+    "batch_size",
+    "seed",
+    "init",
+    "device",
+)
 """Fields of Config that help shows first."""
 SUITED = (*OPEN, "init", "task")
 """Fields of Config whose default depends on data and network."""
@@ -285,6 +296,20 @@ def _structure(parser: Parser) -> None:
     add(parser, *QUIET)
 
 
+def _profile(parser: Parser) -> None:
+    about = "Time the layers of a network at several widths on this machine, for `dllp prune --keep-latency` on any."
+    _describe(parser, "profile", about, PROFILE)
+    add_fields(parser, Task, ("model", "data", "data_root", "image_size"))
+    add(parser, "--shape", int, "Shape of one input, in place of data: channels, height, width.", nargs="+")
+    add(parser, "--classes", int, "Outputs of a network by name, where no data say it.", default=10)
+    kind = Literal["onnxruntime", "torch", "torch-cuda"]
+    add(parser, "--runtime", kind, "Where it will run: CPU, or CUDA as a captured graph.", default="onnxruntime")
+    add(parser, "--threads", int, "CPU threads.", default=1)
+    add(parser, "--batch", int, "Examples in a call.", default=1)
+    add(parser, "--out", str, "The profile.", default="profile.json", metavar="FILE")
+    add(parser, *QUIET)
+
+
 def _bench(parser: Parser) -> None:
     """The options are those of `python -m paper`, which is no part of the wheel."""
     try:
@@ -312,6 +337,7 @@ COMMANDS = {
     "report": ("show a run as one HTML page, or compare several", _report),
     "export": ("write a run's networks as ONNX or pt2", _export),
     "structure": ("list what of a network can be removed", _structure),
+    "profile": ("time a network's layers for a latency budget", _profile),
     "speed": ("time the dense against the pruned network", _speed),
     "bench": ("measure a table of the paper", _bench),
     "methods": ("list the methods of pruning, with paper and year", _methods),
@@ -328,6 +354,8 @@ examples:
   dllp prune --data digits --model small_cnn --keep-flops 0.2 --particles 2 --out runs/two
       two of them, which tell together how sure they are
   dllp prune --data cifar10 --model resnet56 --keep-flops 0.45 --lr 0.4 --precision bfloat16 --out runs/resnet56
+  dllp prune --data cifar10 --model resnet56 --init dense.safetensors --keep-latency 0.5 --profile phone.json
+      half the time on the machine and runtime that `dllp profile` was run on
   dllp prune --data photos --model my_package.nets:trained --keep-params 0.3 --epochs 30 --out runs/mine
       images in photos/train/<class>/ and photos/test/<class>/, a trained network from your own function
   dllp prune --data imagenet --image-size 224 --workers 16 --model resnet50 --init resnet50.safetensors \\
@@ -388,6 +416,13 @@ STRUCTURE = """examples:
   dllp structure --model my_package.nets:trained --data photos --image-size 224 --json structure.json
   dllp structure --model my_package.nets:language_model --tokens 128
       attention heads, hidden neurons and the width of the residual stream"""
+PROFILE = """Needs pip install 'dllp[onnx]' for onnxruntime. Weights do not matter, shapes do: give the run's
+data, or shape and classes. Let nothing else run meanwhile.
+
+examples:
+  dllp profile --model resnet56 --shape 3 32 32 --batch 64 --out phone.json
+  dllp profile --model my_package.nets:trained --shape 3 224 224 --threads 2 --out two.json
+  dllp prune --model my_package.nets:trained --data photos --keep-latency 0.5 --profile two.json --out runs/fast"""
 SPEED = """Needs pip install 'dllp[onnx]'. Networks take turns, so that all see the same machine.
 
 examples:

@@ -24,6 +24,7 @@ from dllp.cli.open_run import build_network, check_import, configure, describe, 
 from dllp.config import Config, changeable
 from dllp.data import Dataset
 from dllp.data.unreadable import Report, SkippedImage
+from dllp.deploy.profiles import measure_profile, usual_runtime
 from dllp.devices.device import WORKSPACE, WORKSPACES, find_device, use_fastest_threads
 from dllp.devices.ranks import Ranks, joined, restarts
 from dllp.errors import ConfigError, Interrupted, NumericsError, RankError
@@ -32,9 +33,10 @@ from dllp.posterior import Posterior, posterior_of
 from dllp.records import EpochRecord
 from dllp.runs import pretrained, settings
 from dllp.runs.checkpoints import Checkpoints, Signals, interrupt
-from dllp.runs.folder import DENSE_FILE, EVALUATION, SETTINGS, TENSORBOARD, RunFolder, member
+from dllp.runs.folder import DENSE_FILE, EVALUATION, PROFILE, SETTINGS, TENSORBOARD, RunFolder, member
 from dllp.runs.settings import DENSE, DLLP, Task
 from dllp.runs.tensors import write_network
+from dllp.structure.latency import Profile
 from dllp.structure.slicing import copied
 from dllp.training import health
 from dllp.training.state import RunState
@@ -125,7 +127,7 @@ def dense_recipe(task: Task, config: Config, new_head: list[str]) -> Config | No
     """How the dense network is trained that a run is compared with; None where there is none, or it is given."""
     if not task.dense or (config.init == "given" and not new_head):
         return None
-    return replace(config, particles=1, keep_flops=None, keep_params=None)
+    return replace(config, particles=1, keep_flops=None, keep_params=None, keep_latency=None)
 
 
 def chosen_settings(args: Namespace, ranks: Ranks) -> tuple[Task, dict[str, Any]]:
@@ -195,6 +197,8 @@ def after_words(result: Result, examples: int, config: Config) -> list[str]:
             f"all particles: the mean of {len(result.particles)} predictions, at the cost of all; one of {examples} "
             f"examples is {100 / examples:.2g} points, differences of a few are noise"
         )
+    if "latency" in result.info:
+        found.append(result.info["latency"]["text"])
     if result.history and result.history[-1].get("validation_loss"):
         found.append(progress.validated(result.history))
     return found
@@ -224,6 +228,7 @@ class _Pruning:
         self.text = settings.write(task, config)
         if self.folder.resume and device.type == "cuda" and not config.deterministic and not quiet:
             print("on CUDA without --deterministic the result has the same quality, but is not equal bit for bit")
+        self.profile = self.profiled(model, tuple(data.train.shape), config)
         before: Result | None = None
         with progress.reporter(self.args.quiet, 60.0 * self.args.brief) as self.shown:
             if task.method == DLLP:
@@ -261,21 +266,26 @@ class _Pruning:
         loss = None if task.loss is None else made("loss", task.loss, called=False)
         config = api.settle(model, data, config, loss=loss)
         self.text = settings.write(task.anchored(), config)
+        if config.keep_latency is not None and task.profile is None:
+            raise ConfigError("keep_latency with data of your own code needs --profile FILE: make it with dllp profile")
+        self.profile = None if task.profile is None else Profile.read(Path(task.profile))
         with progress.reporter(quiet) as self.shown:
-            result = self.train(partial(api.prune, loss=loss), "pruned", model, data, config)
+            result = self.train(partial(api.prune, loss=loss, profile=self.profile), "pruned", model, data, config)
         result.write_networks(out)
         result.write_run(out)
         if not quiet:
             for k, size in enumerate(result.sizes):
                 share = f"{100 * size.macs / result.dense.macs:.1f}% of the multiply-accumulates"
                 print(f"particle {k + 1}: {share}, {100 * size.params / result.dense.params:.1f}% of the parameters")
+            if "latency" in result.info:
+                print(result.info["latency"]["text"])
             print(f"run folder: {out}")
 
     def dllp(
         self, model: torch.nn.Module, data: Dataset, config: Config, new_head: list[str]
     ) -> tuple[Result, Posterior | None]:
         """DLLP's one training, and that of the dense network to compare with, where there has to be one."""
-        result = self.train(api.prune, "pruned", model, data, config)
+        result = self.train(partial(api.prune, profile=self.profile), "pruned", model, data, config)
         if not self.task.dense:
             return result, None
         alone = dense_recipe(self.task, config, new_head)
@@ -308,7 +318,7 @@ class _Pruning:
         board = progress.Board(self.folder.folder / TENSORBOARD / name if self.args.tensorboard else None)
         held = Checkpoints(
             self.folder.checkpoints / name, every_steps=self.args.checkpoint_steps,
-            every_minutes=self.args.checkpoint_minutes, on_begin=lambda: self.folder.begin(self.text),
+            every_minutes=self.args.checkpoint_minutes, on_begin=self.begin,
             ranks=self.ranks,
         )  # fmt: skip
 
@@ -354,6 +364,24 @@ class _Pruning:
             if nothing:
                 progress.warn(f"{name}: {nothing}")
         return result
+
+    def begin(self) -> None:
+        """Take the folder; a run that goes on finds its profile there."""
+        self.folder.begin(self.text)
+        if self.profile is not None:
+            self.profile.write(self.folder.folder / PROFILE)
+
+    def profiled(self, model: torch.nn.Module, shape: tuple[int, ...], config: Config) -> Profile | None:
+        """The profile of a latency budget: the run's own, the one that was given, or one that is made now."""
+        if config.keep_latency is None:
+            if self.task.profile is not None:
+                raise ConfigError("a profile is for a latency budget: give --keep-latency, or leave it out")
+            return None
+        own = self.folder.folder / PROFILE
+        if self.task.profile is not None or (self.folder.resume and own.exists()):
+            return Profile.read(Path(self.task.profile or own))
+        with progress.status(self.args.quiet) as show:
+            return measure_profile(model, shape, runtime=usual_runtime(find_device(config.device)), progress=show)
 
     def leave_out(self, image: SkippedImage) -> None:
         """Report and log an image that cannot be read."""

@@ -33,7 +33,7 @@ def run(args: Namespace) -> None:
         progress.show_structure(report)
 
 
-def subject(task: Task, args: Namespace) -> tuple[nn.Module, Tensor]:
+def subject(task: Task, args: Namespace, classes: int = CLASSES) -> tuple[nn.Module, Tensor]:
     """The network and one example: zeros of the shape that the data or the options give."""
     given = [name for name in ("data", "shape", "tokens") if args.chosen.get(name) or getattr(args, name, None)]
     if len(given) > 1:
@@ -44,7 +44,7 @@ def subject(task: Task, args: Namespace) -> tuple[nn.Module, Tensor]:
         return build_network(task, CLASSES, 1, 1), torch.zeros(1, args.tokens, dtype=torch.int64)
     if args.shape:
         channels, *sides = args.shape
-        return build_network(task, CLASSES, channels, min(sides, default=1)), torch.zeros(1, *args.shape)
+        return build_network(task, classes, channels, min(sides, default=1)), torch.zeros(1, *args.shape)
     data = read_data(task, 0, quiet=args.quiet)
     model = build_network(task, data.num_classes, data.in_channels, data.image_size)
     return model, torch.zeros(1, *data.train.shape)

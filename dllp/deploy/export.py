@@ -192,9 +192,14 @@ def _assembled(
 # ---- files
 
 
+def onnx_missing() -> list[str]:
+    """Packages that ONNX needs and that are not installed."""
+    return [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
+
+
 def require_onnx() -> None:
     """Raise unless everything that ONNX needs is installed."""
-    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
+    missing = onnx_missing()
     if missing:
         raise ExportError(f"{', '.join(missing)} is not installed: pip install 'dllp[onnx]'")
 

@@ -6,7 +6,7 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,12 +127,9 @@ def _calls(network: nn.Module, x: Tensor, kinds: tuple[type[nn.Module], ...]) ->
 def _kernel_times(path: Path, x: Tensor, runs: int) -> list[float]:
     """Median seconds of every convolution in a file, in its order there, as far as kernels are found."""
     places, samples = _kernel_places(path), dict[int, list[float]]()
-    for event in _profile(path, x, runs):
-        arguments = event.get("args", {})
-        if event["name"].endswith("_kernel_time") and arguments.get("op_name") in CONVOLUTIONS:
-            place = places.get(_plain_name(event["name"]))
-            if place is not None:  # batch norms may become convolutions, too
-                samples.setdefault(place, []).append(event["dur"] * 1e-6)
+    for name, seconds in kernel_events(path, {INPUT: x.numpy()}, runs):
+        if name in places:  # batch norms may become convolutions, too
+            samples.setdefault(places[name], []).append(seconds)
     return [float(np.median(samples[place][1:])) for place in sorted(samples)]
 
 
@@ -162,17 +159,24 @@ def _plain_name(event: str) -> str:
     return re.sub(r"(_token_\d+)?_kernel_time$", "", event).removeprefix("fused ")
 
 
-def _profile(path: Path, x: Tensor, runs: int) -> list[dict[str, Any]]:
-    """onnxruntime's events of its kernels on one thread."""
+def kernel_events(path: Path, feed: dict[str, Any], runs: int, threads: int = 1) -> Iterator[tuple[str, float]]:
+    """Plain name and seconds of each kernel of a convolution or matrix product, in `runs` runs after a first one."""
+    for event in _profile(path, feed, runs, threads):
+        if event["name"].endswith("_kernel_time") and event.get("args", {}).get("op_name") in (*CONVOLUTIONS, "MatMul"):
+            yield _plain_name(event["name"]), event["dur"] * 1e-6
+
+
+def _profile(path: Path, feed: dict[str, Any], runs: int, threads: int = 1) -> list[dict[str, Any]]:
+    """onnxruntime's events of its kernels."""
     import onnxruntime
 
     settings = onnxruntime.SessionOptions()
-    settings.intra_op_num_threads = 1
+    settings.intra_op_num_threads = threads
     settings.enable_profiling = True
     settings.profile_file_prefix = str(path.with_suffix(""))
     session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
     for _ in range(runs + 1):
-        session.run(None, {INPUT: x.numpy()})
+        session.run(None, feed)
     profile = Path(session.end_profiling())
     try:
         return json.loads(profile.read_bytes())

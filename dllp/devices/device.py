@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -59,6 +60,15 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": str(device),
         "hardware": accelerator,
     }
+
+
+def processor() -> str:
+    """The CPU's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    except OSError:
+        return platform.processor()
 
 
 def use_fastest_threads(work: Callable[[], object]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from dllp.config import COUNTED
 from dllp.deploy.speed import DENSE as DENSE_SUBJECT
 from dllp.deploy.speed import PRUNED, describe, headline
 from dllp.errors import ArtifactError
@@ -159,7 +160,7 @@ def _table(runs: Mapping[str, Run]) -> str:
     names = ["rmse", "nll"] if _measure(runs)[0] == "rmse" else ["accuracy", "ece", "nll"]
     cells = []
     for label, run in runs.items():
-        units = {"macs": "FLOPs", "params": "parameters"}
+        units = COUNTED | {"macs": COUNTED["flops"]}
         budget = "–" if run.budget is None else f"{percent(run.budget[1], 1)} of {units[run.budget[0]]}"
         for row in run.clean.values():
             share = "–" if row.macs is None or not run.dense.macs else percent(row.macs / run.dense.macs, 1)

@@ -83,8 +83,8 @@ class Run(result.Run):
 
     @property
     def budget(self) -> tuple[str, float] | None:
-        """`macs` or `params`, and the fraction of it to keep."""
-        for name, option in (("params", "keep_params"), ("macs", "keep_flops")):
+        """`macs`, `params` or `latency`, and the fraction of it to keep."""
+        for name, option in (("params", "keep_params"), ("macs", "keep_flops"), ("latency", "keep_latency")):
             if self.config[option] is not None:
                 return name, self.config[option]
         return None

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dllp.config import COUNTED
 from dllp.records import GATE_BINS, EpochRecord, best_epoch
 from dllp.report import figures
 from dllp.report.contents import Run
@@ -48,7 +49,7 @@ def section(run: Run) -> Section | None:
         if budget is not None:
             costs.append(line("ramp", x, [record.budget for record in history], GREY, "dot"))
             costs.append(line("budget", [x[0], x[-1]], [budget[1]] * 2, VERMILION, "dash"))
-        which = "parameters" if budget and budget[0] == "params" else "FLOPs"
+        which = COUNTED[budget[0] if budget and budget[0] in COUNTED else "flops"]
         plots += [
             Plot(
                 "cost", f"{which} against the budget",

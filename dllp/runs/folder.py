@@ -39,9 +39,10 @@ from dllp.records import EpochRecord
 LOCK, SETTINGS, CHECKPOINTS, LOG, RUN = ".lock", "config.yaml", "checkpoints", "log.jsonl", "run.json"
 GATES, DENSE_FILE, EXAMPLES = "gates.safetensors", "dense.safetensors", "examples.safetensors"
 EVALUATION, SPEED, CORRUPTIONS = "evaluation.json", "speed.json", "corruptions.json"
+PROFILE = "profile.json"
 PAGE, TENSORBOARD = "report.html", "tensorboard"
 OWN = (
-    LOCK, SETTINGS, CHECKPOINTS, LOG, RUN, GATES, DENSE_FILE, EXAMPLES, EVALUATION, SPEED, CORRUPTIONS, PAGE,
+    LOCK, SETTINGS, CHECKPOINTS, LOG, RUN, GATES, DENSE_FILE, EXAMPLES, EVALUATION, SPEED, CORRUPTIONS, PROFILE, PAGE,
     TENSORBOARD, "particle-*.safetensors", "reference-*.safetensors", ".*.tmp",
 )  # fmt: skip
 """Patterns of all files; an unfinished run's folder with any other file in it is never replaced."""

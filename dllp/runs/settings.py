@@ -53,6 +53,8 @@ class Task:
         method: `dllp`, or one of the methods that `dllp methods` lists, trained by the same recipe to the same budget;
             with hyperparameters, for example `polarization:strength=1e-4,t=1.1`. `dense` trains and removes nothing.
         finetune_epochs: Epochs of training after the cut, for other methods than dllp.
+        profile: File of `dllp profile` for keep_latency; without it this machine is measured: onnxruntime (or PyTorch,
+            where that is not installed and on CUDA), one thread, batch 1.
         threads: CPU threads of the run; by default one or all, whichever is faster as it starts. Bits depend on them.
     """
 
@@ -71,6 +73,7 @@ class Task:
     dense: bool = True
     method: str = DLLP
     finetune_epochs: int = 0
+    profile: str | None = None
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -112,8 +115,8 @@ class Task:
         """The same, its folders by absolute paths: it can be read from anywhere."""
         found = {name: getattr(self, name) for name in ("data", "data_root")}
         paths = {name: str(Path(p).resolve()) for name, p in found.items() if p and Path(p).is_dir()}
-        if self.weights:
-            paths["weights"] = str(Path(self.weights).resolve())
+        given = {"weights": self.weights, "profile": self.profile}
+        paths |= {name: str(Path(path).resolve()) for name, path in given.items() if path}
         return replace(self, **paths)
 
     def config(self, values: Mapping[str, Any], **suited: Any) -> Config:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from dllp.structure.atoms import Label, freeze, fresh, segments, unify
 from dllp.structure.attributes import Attributes
-from dllp.structure.rules import MIXED, PRODUCT, Call, Unknown, apply
+from dllp.structure.rules import MIXED, PRODUCT, Call, Form, Unknown, apply
 
 INPUT = "its channels are the network's inputs"
 OUTPUT = "its channels are the network's outputs"
@@ -36,12 +36,15 @@ class Product:
     Attributes:
         module: Name of the module that computed it.
         weight: Name of the parameter in it, if there is one.
+        form: What it computes, where a layer alone can be timed; `labels` are then batch, outputs and inputs of a
+            convolution, or rows, inputs and outputs of a matrix product.
     """
 
     module: str
     weight: str | None
     labels: list[Label]
     times: int
+    form: Form | None = None
 
 
 @dataclass
@@ -175,10 +178,17 @@ class Axes(TorchDispatchMode):
         found = found or [axis for axis, other in enumerate(own) if segments(other) == segments(label)]
         return found[0] if len(found) == 1 else None
 
-    def multiply(self, weight: Tensor | None, written: Label | None, labels: list[Label], times: int = 1) -> None:
+    def multiply(
+        self,
+        weight: Tensor | None,
+        written: Label | None,
+        labels: list[Label],
+        times: int = 1,
+        form: Form | None = None,
+    ) -> None:
         """A product was computed; `written` is the axis that its weight makes."""
         name = None if weight is None else self.sources.get(_storage(weight))
-        self.trace.products.append(Product(self.where, name, labels, times))
+        self.trace.products.append(Product(self.where, name, labels, times, form))
         if written is not None and (name is not None or written != [()]):
             self.trace.writes.append((self.where, written))
 

@@ -6,11 +6,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from dllp.structure.atoms import Atom, Label, Segment
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,27 +47,33 @@ class Cost:
             # A gate that occurs twice in a product has E[z z] = theta, not theta^2.
             variance = theta * (1 - theta)
             result = self.const + (theta * self.linear + variance * self.square).sum(-1)
-            result = result + self._products(counts, self.factors, self.weight).sum(-1)
+            result = result + products(counts, self.factors, self.weight).sum(-1)
             if len(self.shared):
                 both = (variance[..., None] * self.common).sum(-2).index_select(-1, self.shared)
-                result = result + (both * self._products(counts, self.shared_factors, self.shared_weight)).sum(-1)
+                result = result + (both * products(counts, self.shared_factors, self.shared_weight)).sum(-1)
             return result
-
-    @staticmethod
-    def _products(counts: Tensor, factors: Tensor, weight: Tensor) -> Tensor:
-        result = weight
-        for column in factors.unbind(1):
-            result = counts.index_select(-1, column) * result
-        return result
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Cost:
         """The same cost on `device`, in `dtype` if given."""
-        moved = {
-            name: value.to(device, dtype if value.is_floating_point() else None)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
-        return replace(self, **moved)
+        return moved(self, device, dtype)
+
+
+def products(counts: Tensor, factors: Tensor, weight: Tensor) -> Tensor:
+    """Counts (..., K) -> (..., terms): `weight` times the product of the counts in each row of `factors`."""
+    result = weight
+    for column in factors.unbind(1):
+        result = counts.index_select(-1, column) * result
+    return result
+
+
+def moved(cost: T, device: torch.device | str, dtype: torch.dtype | None = None) -> T:
+    """A dataclass with its tensors on `device`, real ones in `dtype` if given."""
+    tensors = {
+        name: value.to(device, dtype if value.is_floating_point() else None)
+        for name, value in vars(cost).items()
+        if isinstance(value, Tensor)
+    }
+    return replace(cost, **tensors)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def polynomial(terms: Iterable[tuple[float, Sequence[Label]]], atoms: Sequence[Atom]) -> Cost:
@@ -74,6 +83,50 @@ def polynomial(terms: Iterable[tuple[float, Sequence[Label]]], atoms: Sequence[A
         for choice in product(*(result.alternatives(label) for label in labels)):
             result.add(times * math.prod(factor for factor, _ in choice), [c for _, counts in choice for c in counts])
     return result.cost()
+
+
+@dataclass(frozen=True, eq=False)
+class Sizes:
+    """Sizes of A axes as functions of the gates: sums of terms as in :class:`Cost`; `axis` (terms,) says of which."""
+
+    base: Tensor
+    signals: Tensor
+    weight: Tensor
+    factors: Tensor
+    axis: Tensor
+    number: int
+
+    def expected(self, theta: Tensor) -> Tensor:
+        """theta (..., U) -> (..., A): expected sizes, where no gate occurs twice in a product; sizes of 0/1 gates."""
+        return self.of(self.base + (theta[..., None] * self.signals).sum(-2))
+
+    def of(self, counts: Tensor) -> Tensor:
+        """Counts (..., K) of open units -> (..., A)."""
+        terms = products(counts, self.factors, self.weight)
+        return terms.new_zeros(*terms.shape[:-1], self.number).index_add(-1, self.axis, terms)
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Sizes:
+        """The same on `device`, in `dtype` if given."""
+        return moved(self, device, dtype)
+
+
+def sizes(labels: Iterable[Label], atoms: Sequence[Atom]) -> tuple[Sizes, list[int]]:
+    """The sizes of axes, equal ones counted once, and the number of each label's axis; atoms have the gates."""
+    terms, axes = _Terms(atoms), dict[tuple[tuple[float, tuple[int, ...]], ...], int]()
+    found = []
+    for label in labels:
+        rows = tuple((factor, tuple(map(terms.index, counts))) for factor, counts in terms.alternatives(label))
+        found.append(axes.setdefault(rows, len(axes)))
+    listed = [(factor, row, axis) for rows, axis in axes.items() for factor, row in rows]
+    counts = [count for _, count in terms.counts.values()]
+    return Sizes(
+        base=torch.tensor([base for base, _ in counts], dtype=torch.float64),
+        signals=torch.stack([units for _, units in counts], dim=1),
+        weight=torch.tensor([factor for factor, _, _ in listed], dtype=torch.float64),
+        factors=_table([row for _, row, _ in listed]),
+        axis=torch.tensor([axis for _, _, axis in listed], dtype=torch.int64),
+        number=len(axes),
+    ), found
 
 
 def unit_counts(unit: Tensor, offset: int, total: int) -> Tensor:

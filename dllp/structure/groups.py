@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +17,20 @@ from dllp.errors import ConfigError
 from dllp.structure.atoms import Atom, Label
 from dllp.structure.axes import OUTPUT, Trace
 from dllp.structure.branches import branches, within
-from dllp.structure.cost import Cost, polynomial
+from dllp.structure.cost import Cost, Sizes, polynomial, sizes
 from dllp.structure.coupling import FILTERED, UNREAD, components, named
+from dllp.structure.rules import Form
 from dllp.structure.slicing import Group, Slice, copied
 from dllp.structure.trace import first_example, isolated, observe
 from dllp.structure.verification import WEIGHTS_INSTEAD, unsound, verify
 from dllp.structure.views import followed
 
+if TYPE_CHECKING:  # which imports this
+    from dllp.structure.latency import Latency
+
 __all__ = [
-    "OUTPUT", "UNREAD", "WEIGHTS_INSTEAD", "FilterFn", "Group", "Layer", "Structure", "allowed", "chosen_again",
-    "discover", "verify",
+    "OUTPUT", "UNREAD", "WEIGHTS_INSTEAD", "FilterFn", "Group", "Kernel", "Layer", "Structure", "allowed",
+    "chosen_again", "discover", "verify",
 ]  # fmt: skip
 FilterFn = Callable[[nn.Module, str], bool]
 
@@ -38,15 +43,36 @@ class Layer:
     macs: float
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """A product that can be timed alone: its layer, what it computes, and the axes of its inputs and outputs.
+
+    The size of its axis `branch` is 1, or 0 where a residual branch is gone with it.
+    """
+
+    layer: str
+    form: Form
+    inputs: int
+    outputs: int
+    branch: int
+
+
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """Groups in the order of execution, reasons for layers that stay whole, and costs as functions of the gates."""
+    """Groups in the order of execution, reasons for layers that stay whole, and costs as functions of the gates.
+
+    `kernels` are products whose time is a function of their widths, `sizes` of axes; `latency` is their sum, where a
+    profile of a runtime was given.
+    """
 
     groups: tuple[Group, ...]
     whole: dict[str, str]
     layers: tuple[Layer, ...]
     flops: Cost
     params: Cost
+    kernels: tuple[Kernel, ...]
+    sizes: Sizes
+    latency: Latency | None = None
 
     @property
     def units(self) -> int:
@@ -100,13 +126,13 @@ def discover(
                 found, whole = components(model, trace, forbidden)
                 found = followed(scratch, found, trace.attributes.views, inputs)
             if units in ("blocks", "both"):
-                sizes = {name: len(p) for name, p in model.named_parameters() if p.dim()}
+                lengths = {name: len(p) for name, p in model.named_parameters() if p.dim()}
                 for branch in branches(copied(model).eval(), inputs):
                     kept = [name for name in forbidden if within(name, branch.gone)]
                     if kept:
                         whole[f"{branch.name}:branch"] = FILTERED + kept[0]
                         continue
-                    zeros = {name: torch.zeros(sizes[name], dtype=torch.int64) for name in branch.parameters}
+                    zeros = {name: torch.zeros(lengths[name], dtype=torch.int64) for name in branch.parameters}
                     slices = tuple(Slice(name, 0, unit, "branch") for name, unit in zeros.items())
                     found[Atom(1)] = Group(branch.name, 1, slices, 1, "branch", tuple(branch.gone.items()))
             refused = unsound(scratch, list(found.values()), inputs)
@@ -115,23 +141,39 @@ def discover(
             found = dict(zip(found, named(found.values(), taken), strict=True))
             whole |= {group.name: why for group, why in zip(named(refused, taken), refused.values(), strict=True)}
         flops, params = _costs(model, trace, found)
+        kernels, widths = _kernels(trace, found)
     order = {name: i for i, name in reversed(list(enumerate(name for name, _ in trace.writes)))}
     whole = dict(sorted(whole.items(), key=lambda item: order.get(item[0].partition(":")[0], len(order))))
     layers = tuple(Layer(name, count) for name, count in trace.macs(model).items())
-    return Structure(tuple(found.values()), whole, layers, flops, params)
+    return Structure(tuple(found.values()), whole, layers, flops, params, kernels, widths)
 
 
 def _costs(model: nn.Module, trace: Trace, groups: Mapping[Atom, Group]) -> tuple[Cost, Cost]:
     """Multiply-accumulates and parameters; those inside a branch have its gate as one more factor."""
-    gone = {atom: dict(group.gone) for atom, group in groups.items() if group.gone}
 
     def gates(module: str) -> list[Label]:
-        return [[(atom,)] for atom, modules in gone.items() if within(module, modules)]
+        return [[(atom,)] for atom in _branches_of(module, groups)]
 
     parameters = {name for name, _ in model.named_parameters()}
     products = ((p.times, [*p.labels, *gates(p.module)]) for p in trace.products)
     stored = ((1, [*labels, *gates(n.rpartition(".")[0])]) for n, labels in trace.tensors.items() if n in parameters)
     return polynomial(products, list(groups)), polynomial(stored, list(groups))
+
+
+def _kernels(trace: Trace, groups: Mapping[Atom, Group]) -> tuple[tuple[Kernel, ...], Sizes]:
+    """The products that can be timed, and the sizes of their axes; the last of three is the gate of their branches."""
+    timed = [(p, p.form) for p in trace.products if p.form is not None and p.weight is not None]
+    labels: list[Label] = []
+    for p, form in timed:
+        labels += p.labels[:0:-1] if form.kernel else p.labels[1:]  # inputs, outputs
+        labels.append([tuple(_branches_of(p.module, groups))])
+    found, axes = sizes(labels, list(groups))
+    return tuple(Kernel(p.module, f, *axes[3 * i : 3 * i + 3]) for i, (p, f) in enumerate(timed)), found
+
+
+def _branches_of(module: str, groups: Mapping[Atom, Group]) -> list[Atom]:
+    """The branches that a module goes with."""
+    return [atom for atom, group in groups.items() if group.gone and within(module, dict(group.gone))]
 
 
 def allowed(filter_fn: FilterFn | None, module: nn.Module, name: str) -> bool:

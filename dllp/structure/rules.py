@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -94,13 +95,38 @@ class Unknown(Exception):
     """An operation, or a use of one, that has no rule."""
 
 
+@dataclass(frozen=True)
+class Form:
+    """A matrix product, or a convolution, of one example, but for its channels.
+
+    Attributes:
+        size: Rows of the matrix, or sides of the convolution's input.
+        kernel, stride, padding, dilation: Of a convolution.
+        groups: Of a convolution; 0 where each channel has its own.
+    """
+
+    size: tuple[int, ...]
+    kernel: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    padding: tuple[int, ...] = ()
+    dilation: tuple[int, ...] = ()
+    groups: int = 1
+
+
 class Tracer(Protocol):
     """The side of a trace that rules read and write; see :class:`dllp.structure.axes.Axes`."""
 
     def label(self, tensor: Tensor) -> list[Label]: ...
     def set(self, tensor: Tensor, labels: list[Label]) -> None: ...
     def contract(self, tensors: tuple[Tensor, Tensor], labels: tuple[Label, Label]) -> None: ...
-    def multiply(self, weight: Tensor | None, written: Label | None, labels: list[Label], times: int = 1) -> None: ...
+    def multiply(
+        self,
+        weight: Tensor | None,
+        written: Label | None,
+        labels: list[Label],
+        times: int = 1,
+        form: Form | None = None,
+    ) -> None: ...
     def write(self, label: Label) -> None: ...
     def average(self, label: Label, axis: int) -> None: ...
 
@@ -469,7 +495,7 @@ def mm(trace: Tracer, call: Call) -> None:
 def _mm(trace: Tracer, a: Tensor, b: Tensor, out: Tensor) -> None:
     left, right = trace.label(a), trace.label(b)
     trace.contract((a, b), (left[1], right[0]))
-    trace.multiply(b, right[1], [left[0], left[1], right[1]])
+    trace.multiply(b, right[1], [left[0], left[1], right[1]], form=Form((a.shape[0],)))
     trace.set(out, [left[0], right[1]])
 
 
@@ -546,7 +572,11 @@ def convolution(trace: Tracer, call: Call) -> None:
         for label in labels[2:]:
             freeze(label, SPACE)
     looks = torch.Size(x.shape[2:] if transposed else out.shape[2:]).numel() * torch.Size(kernel).numel()
-    trace.multiply(w, made if parts == 1 or inputs != [()] else None, [labels[0], made, inner], looks)
+    own = parts > 1 and x.shape[1] == out.shape[1] == parts
+    stride, padding, dilation = (tuple(call[name]) for name in ("stride", "padding", "dilation"))
+    form = Form(tuple(x.shape[2:]), tuple(kernel), stride, padding, dilation, 0 if own else parts)
+    written = made if parts == 1 or inputs != [()] else None
+    trace.multiply(w, written, [labels[0], made, inner], looks, None if transposed else form)
     trace.set(out, [labels[0], made, *places])
 
 

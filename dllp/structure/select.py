@@ -11,9 +11,12 @@ from torch import Tensor
 from dllp.errors import StructureError
 from dllp.structure.cost import Cost
 from dllp.structure.groups import OUTPUT, UNREAD, WEIGHTS_INSTEAD, Structure
+from dllp.structure.latency import Latency
 
 NEAR = 0.005
 """A budget counts as met when at most this fraction of the dense cost is left unused."""
+CORRECTIONS, MEASURED = 2, 0.02
+"""Decisions that are made again after measuring, and the relative distance from the budget that is near enough."""
 
 
 class Chunk(NamedTuple):
@@ -28,19 +31,23 @@ class Chunk(NamedTuple):
     holders: list[int]
 
 
-def select(structure: Structure, logits: Tensor, *, cost: Cost, keep: float | None, round_to: int = 1) -> Tensor:
+def select(
+    structure: Structure, logits: Tensor, *, cost: Cost | Latency, keep: float | None, round_to: int = 1
+) -> Tensor:
     """logits (U,) -> bool (U,): the units to keep; cost at most `keep` * dense, or logits > 0 without `keep`.
 
     Units are taken in descending order of their logits, in chunks of `round_to` channels within each group; the best
     chunk of each group always stays. After the first chunk that does not fit, smaller ones use the remaining budget;
     where that is still much, the last chunk of a group is exchanged for others that use more of it. A residual branch
     is taken with the best chunk of each group in it, by the least of their logits, and goes with all of them.
+    Latency has chunks of its own, up to widths that were measured; those that take no time always fit.
     """
     scores = logits.detach().to("cpu", torch.float64)
     if scores.shape != (structure.units,) or bool(scores.isnan().any()):
         raise StructureError(f"logits must be {structure.units} numbers, one for each unit, and none of them NaN")
     kept = torch.zeros(structure.units, dtype=torch.bool)
-    ranking, inside = _ranking(structure, scores, round_to, kept)
+    steps = cost.chunks if isinstance(cost, Latency) else structure.steps(round_to)
+    ranking, inside = _ranking(structure, scores, steps, kept)
     if keep is None:
         for chunk in ranking:
             kept[chunk.units] |= chunk.score > 0
@@ -49,6 +56,11 @@ def select(structure: Structure, logits: Tensor, *, cost: Cost, keep: float | No
     budget = keep * cost.dense * (1 + 1e-12)
     smallest = cost.expected(kept.double()).item()
     if smallest > budget:
+        if isinstance(cost, Latency):
+            raise StructureError(
+                f"keep_latency = {keep:g} cannot be reached: the least widths of the profile take "
+                f"{smallest / cost.dense:.4f} of the dense network's time; keep more{_reasons(structure)}"
+            )
         raise StructureError(
             f"a fraction of {keep:g} cannot be reached: one chunk of {round_to} channels in each group already costs "
             f"{smallest / cost.dense:.4f} of the dense network; keep more, "
@@ -59,13 +71,13 @@ def select(structure: Structure, logits: Tensor, *, cost: Cost, keep: float | No
 
 
 def _ranking(
-    structure: Structure, scores: Tensor, round_to: int, kept: Tensor
+    structure: Structure, scores: Tensor, steps: list[int], kept: Tensor
 ) -> tuple[list[Chunk], dict[int, list[int]]]:
     """The chunks in the order they are taken in, and the units inside each branch; sets those that always stay."""
     holders, parts = structure.holders, structure.slices
     chunks = [
         list((scores[part].argsort(descending=True, stable=True) + part.start).split(step))
-        for part, step in zip(parts, structure.steps(round_to), strict=True)
+        for part, step in zip(parts, steps, strict=True)
     ]
     inside = {b: [parts[b].start] for b, group in enumerate(structure.groups) if group.gone}
     first = {b: [chunks[b][0]] for b in inside}  # what a branch is taken with
@@ -98,7 +110,30 @@ def _reasons(structure: Structure) -> str:
     return f" (whole are {'; '.join(f'{name}: {structure.whole[name]}' for name in names[:3])})" if names else ""
 
 
-def _nearest(kept: Tensor, ranking: list[Chunk], inside: dict[int, list[int]], cost: Cost, budget: float) -> Tensor:
+def select_measured(structure: Structure, logits: Tensor, cost: Latency, keep: float) -> Tensor:
+    """:func:`select` by latency, again while the measured time is not the predicted one; the nearest one stays."""
+    best, distance, target = select(structure, logits, cost=cost, keep=keep), float("inf"), keep
+    measure = cost.measure
+    if measure is None:
+        return best
+    cost = cost.to("cpu", torch.float64)
+    for _ in range(CORRECTIONS + 1):
+        try:
+            kept = select(structure, logits, cost=cost, keep=target)
+        except StructureError:  # what was found before is the least there is
+            break
+        found = measure(kept)
+        if abs(found / keep - 1) < distance:
+            best, distance = kept, abs(found / keep - 1)
+        if distance <= MEASURED:
+            break
+        target = min(1.0, keep * cost.expected(kept.double()).item() / cost.dense / found)
+    return best
+
+
+def _nearest(
+    kept: Tensor, ranking: list[Chunk], inside: dict[int, list[int]], cost: Cost | Latency, budget: float
+) -> Tensor:
     """Fill the budget; while more than `NEAR` of it is unused, try to exchange a group's last chunk for others."""
     kept, now = _fill(kept, ranking, cost, budget, set())
     while budget - now > NEAR * cost.dense:
@@ -115,32 +150,66 @@ def _nearest(kept: Tensor, ranking: list[Chunk], inside: dict[int, list[int]], c
     return kept
 
 
-def _fill(kept: Tensor, ranking: list[Chunk], cost: Cost, budget: float, closed: set[int]) -> tuple[Tensor, float]:
+def _fill(
+    kept: Tensor, ranking: list[Chunk], cost: Cost | Latency, budget: float, closed: set[int]
+) -> tuple[Tensor, float]:
     """Take chunks in order while they fit, and return their cost; a group whose next chunk does not fit is closed."""
-    signals, weight, linear = cost.signals.numpy(), cost.weight.numpy(), cost.linear.numpy()
-    columns = [column.numpy() for column in cost.factors.unbind(1)]
-    counts = cost.base.numpy() + kept.double().numpy() @ signals
-    products = _products(counts, columns, weight)
+    walk = (_Times if isinstance(cost, Latency) else _Terms)(cost, kept)  # pyright: ignore[reportArgumentType]
     now = cost.expected(kept.double()).item()
     kept = kept.clone()
     for owner, chunk, _, holders in ranking:
         if owner in closed or bool(kept[chunk[0]]) or not bool(kept[holders].all()):
             continue
-        index = chunk.numpy()
-        more = counts + signals[index].sum(0)
-        larger = _products(more, columns, weight)
-        delta = (larger - products).sum() + linear[index].sum()
+        delta = walk.try_chunk(chunk)
         if now + delta > budget:
             closed.add(owner)
             continue
         now += delta
-        counts, products = more, larger
+        walk.take()
         kept[chunk] = True
     return kept, now
 
 
-def _products(counts: np.ndarray, columns: list[np.ndarray], weight: np.ndarray) -> np.ndarray:
-    """The terms of a cost at hard gates."""
-    for column in columns:
-        weight = counts[column] * weight
-    return weight
+class _Terms:
+    """The terms of a polynomial cost at hard gates, chunk by chunk."""
+
+    def __init__(self, cost: Cost, kept: Tensor) -> None:
+        self.signals, self.weight, self.linear = cost.signals.numpy(), cost.weight.numpy(), cost.linear.numpy()
+        self.columns = [column.numpy() for column in cost.factors.unbind(1)]
+        self.counts = cost.base.numpy() + kept.double().numpy() @ self.signals
+        self.products = self._of(self.counts)
+
+    def _of(self, counts: np.ndarray) -> np.ndarray:
+        found = self.weight
+        for column in self.columns:
+            found = counts[column] * found
+        return found
+
+    def try_chunk(self, chunk: Tensor) -> float:
+        """What the cost grows by with a chunk."""
+        index = chunk.numpy()
+        self.more = self.counts + self.signals[index].sum(0)
+        self.larger = self._of(self.more)
+        return (self.larger - self.products).sum() + self.linear[index].sum()
+
+    def take(self) -> None:
+        """Keep the chunk that was tried last."""
+        self.counts, self.products = self.more, self.larger
+
+
+class _Times:
+    """Time at hard gates, chunk by chunk."""
+
+    def __init__(self, cost: Latency, kept: Tensor) -> None:
+        self.cost, self.counts = cost, cost.sizes.base + kept.double() @ cost.sizes.signals
+        self.now = cost.of(cost.sizes.of(self.counts)).item()
+
+    def try_chunk(self, chunk: Tensor) -> float:
+        """What the time grows by with a chunk."""
+        self.more = self.counts + self.cost.sizes.signals[chunk].sum(0)
+        self.later = self.cost.of(self.cost.sizes.of(self.more)).item()
+        return self.later - self.now
+
+    def take(self) -> None:
+        """Keep the chunk that was tried last."""
+        self.counts, self.now = self.more, self.later

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dllp.errors import ConfigError
 from dllp.posterior import evaluating
+from dllp.training.gating import ChannelGating
 from dllp.training.moments import measure
 from dllp.training.particles import independent
 from dllp.training.state import RunState
@@ -27,7 +28,7 @@ def choose(state: RunState, batches: Batches) -> None:
     if gating is None:
         return
     if latents.target is None:
-        raise ConfigError("epochs = 0 only cuts, and needs a budget: give keep_flops or keep_params")
+        raise ConfigError("epochs = 0 only cuts, and needs a budget: give keep_flops, keep_params or keep_latency")
     squares, count = torch.zeros_like(latents.logits), 0
     for x, y in batches.epoch(0):
         for i, row in enumerate(squares):
@@ -35,13 +36,21 @@ def choose(state: RunState, batches: Batches) -> None:
         count += 1
         if count == BATCHES:
             break
-    open_ = torch.ones_like(latents.logits[:1]).requires_grad_()
-    with torch.enable_grad():
-        (price,) = torch.autograd.grad(getattr(gating, latents.budget).expected(open_).sum(), open_)
+    price = _prices(state)
     information = squares / count / price.clamp_min(torch.finfo(price.dtype).tiny)
     latents.logits.copy_((information + torch.finfo(information.dtype).tiny).log())
     apply_decisions(state, latents.decide())
     measure(state, "after")
+
+
+def _prices(state: RunState) -> Tensor:
+    """(1, U) or (U,): the cost of each unit."""
+    gating, budget = state.gating, state.latents.budget
+    if budget == "latency" and isinstance(gating, ChannelGating) and gating.latency is not None:
+        return gating.latency.prices(gating.structure).to(state.latents.logits)
+    open_ = torch.ones_like(state.latents.logits[:1]).requires_grad_()
+    with torch.enable_grad():
+        return torch.autograd.grad(getattr(gating, budget).expected(open_).sum(), open_)[0]
 
 
 def _gate_gradient(state: RunState, i: int, x: object, y: object) -> Tensor:

@@ -18,7 +18,7 @@ from dllp.config import Counted
 from dllp.errors import StructureError
 from dllp.structure.groups import FilterFn, Structure, allowed
 from dllp.structure.padding import closing_fold, widened
-from dllp.structure.select import select
+from dllp.structure.select import select, select_measured
 from dllp.structure.slicing import Fold, Recipe, Slice, WeightFold, recipe
 from dllp.training.particles import Layout, kept_coordinates
 
@@ -133,11 +133,19 @@ class ChannelGating:
         self.units, self.stored, self.whole = structure.units, structure.channels_per_unit, structure.whole
         self.fold = Fold(model, structure.groups).to(device)
         self.flops, self.params = structure.flops.to(device), structure.params.to(device)
+        self.latency = structure.latency and structure.latency.to(device)
         self.scales = channel_scales(model, structure, layout, device)
 
     def select(self, logits: Tensor, budget: Counted, keep: float | None) -> Tensor:
         cost = getattr(self.structure, budget)
         return select(self.structure, logits.cpu(), cost=cost, keep=keep, round_to=self.round_to).to(logits.device)
+
+    def decide(self, logits: Tensor, budget: Counted, keep: float | None) -> Tensor:
+        """:meth:`select`, held to the measured time where the budget is one."""
+        latency = self.structure.latency
+        if budget != "latency" or latency is None or keep is None:
+            return self.select(logits, budget, keep)
+        return select_measured(self.structure, logits.cpu(), latency, keep).to(logits.device)
 
     def in_order(self, values: Tensor) -> Tensor:
         """(n, U) -> (n, U): as they are, group by group."""
@@ -213,6 +221,9 @@ class WeightGating:
         mask = torch.ones(layout.size, dtype=torch.bool, device=keep.device)
         mask[self.scales.at] = keep
         return mask
+
+    def decide(self, logits: Tensor, budget: Counted, keep: float | None) -> Tensor:
+        return self.select(logits, budget, keep)
 
     def select(self, logits: Tensor, budget: Counted, keep: float | None) -> Tensor:
         """Keep the most probable weights whose cost fits; single weights are fine enough to meet any budget."""

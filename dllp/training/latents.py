@@ -202,7 +202,7 @@ class Latents:
         """bool (n, U): the gates that stay, such that the true cost meets the budget."""
         if not bool(self.logits.isfinite().all()):
             raise NumericsError(f"the gates are not finite: training diverged; lower lr (now {self.config.lr})")
-        return torch.stack([self._gating.select(row, self.budget, self.target) for row in self.logits])
+        return torch.stack([self._gating.decide(row, self.budget, self.target) for row in self.logits])
 
     def log_prior(self, rows: Tensor) -> Tensor:
         """(n, P) -> (n,): log density of all gated scales, equation 10 or the prior in its place, in float64."""

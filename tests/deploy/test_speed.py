@@ -15,7 +15,7 @@ import dllp
 from dllp.cli import progress
 from dllp.cli.main import main
 from dllp.deploy import memory, runtimes, speed
-from dllp.deploy.export import inputs, write
+from dllp.deploy.export import INPUT, inputs, write
 from dllp.deploy.layers import CONVOLUTIONS, _calls, _kernel_places, _kernel_times, _plain_name, _profile
 from dllp.errors import ArtifactError, ConfigError
 from dllp.structure.groups import discover
@@ -162,7 +162,7 @@ def test_times_go_to_the_layer_whose_kernel_took_them(tmp_path: Path) -> None:
     write(network, path, inputs(2, SHAPE), "onnx")
     names, places = [name for name, _ in _calls(network, inputs(1, SHAPE), (nn.Conv2d,))], _kernel_places(path)
     found = {}
-    for event in _profile(path, inputs(2, SHAPE), 1):
+    for event in _profile(path, {INPUT: inputs(2, SHAPE).numpy()}, 1):
         if event["args"].get("op_name") in CONVOLUTIONS and event["name"].endswith("_kernel_time"):
             (weight,) = event["args"]["input_type_shape"][1].values()
             found[names[places[_plain_name(event["name"])]]] = weight[1]  # its inputs
