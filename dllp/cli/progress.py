@@ -21,7 +21,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from dllp.deploy.speed import LayerTime, advice, headline, holding_back
+from dllp.deploy.speed import LayerTime, advice, headline, holding_back, truth
 from dllp.deploy.speed import Row as SpeedRow
 from dllp.deploy.speed import describe as describe_speed
 from dllp.errors import ConfigError
@@ -381,6 +381,7 @@ def show_speed(rows: Sequence[SpeedRow], layers: Sequence[LayerTime], title: str
         widths = f"{layer.dense_width} -> {layer.pruned_width} channels"
         text = f"  {layer.layer} ({widths}): {layer.dense_ms:.2f} -> {layer.pruned_ms:.2f} ({ideal:.2f})"
         console.print(text, markup=False, highlight=False)
+    console.print(truth(rows, layers), markup=False, highlight=False, soft_wrap=True)
     if advice(rows):
         console.print(advice(rows), markup=False, highlight=False, soft_wrap=True)
 

@@ -28,7 +28,7 @@ __all__ = [
     "DENSE", "INT8", "ONNX", "PRUNED", "TORCH", "LayerTime", "Row", "Subject", "Timed", "advice", "as_dict", "compared",
     "describe",
     "headline", "holding_back", "layers", "measure", "measure_onnx", "measure_torch", "multiples", "subjects",
-    "torch_layers", "torch_rows",
+    "torch_layers", "torch_rows", "truth",
 ]  # fmt: skip
 DENSE, PRUNED = "dense", "pruned"
 
@@ -157,6 +157,21 @@ def advice(rows: Sequence[Row]) -> str:
     if row.share is not None and row.share < 0.5:
         return "numbers of channels are not what holds it back, but what is no convolution, and the calls of layers"
     return ""
+
+
+def truth(rows: Sequence[Row], layers: Sequence[LayerTime]) -> str:
+    """One line: the speed-up as measured and by FLOPs, what holds it back, and what to try; or nothing."""
+    row = headline(rows)
+    dense = next((r for r in rows if row is not None and r.network == DENSE and describe(r) == describe(row)), None)
+    if row is None or dense is None or row.speedup is None:
+        return ""
+    text = f"{row.speedup:.2f}x as fast as dense, {dense.macs / row.macs:.2f}x by FLOPs ({describe(row)})"
+    if row.share is None or row.share >= 0.9:
+        return text
+    held = ", ".join(layer.layer for layer in holding_back(layers, 3))
+    what = f"layers {held}" if held else "what is no convolution, and the calls of layers"
+    keep = min(0.95, row.macs / dense.macs)
+    return f"{text}: held back by {what}; try dllp prune --keep-latency {keep:.2g}, --round-to 8 or --units both"
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:

@@ -257,3 +257,13 @@ def test_on_cuda_networks_stay_as_they_were_and_memory_is_their_own() -> None:
     weights = sum(parameter.nbytes for parameter in network.parameters())
     assert all(row.memory is not None and weights <= row.memory < 2**20 for row in rows)
     assert rows[0].memory == rows[1].memory, "the first call costs no more than the second"
+
+
+def test_one_line_says_what_was_measured_what_was_promised_and_what_to_try() -> None:
+    rows = speed.compared([row("dense", 2.0, 100.0, speed.ONNX), row("pruned", 1.6, 40.0, speed.ONNX)])
+    slow = speed.LayerTime("conv2", 1.0, 0.9, 16, 4, 0.25)
+    line = speed.truth(rows, [slow])
+    assert line.startswith("1.25x as fast as dense, 2.50x by FLOPs") and "layers conv2; try" in line
+    assert "--keep-latency 0.4" in line
+    fast = speed.compared([row("dense", 2.0, 100.0, speed.ONNX), row("pruned", 0.8, 40.0, speed.ONNX)])
+    assert "try" not in speed.truth(fast, [slow]) and speed.truth(rows[:1], []) == ""
