@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dllp import notebook
-from dllp.config import SPIKE_AND_SLAB, Config
+from dllp.config import SPIKE_AND_SLAB, TRAINED_EPOCHS, Config
 from dllp.data import ArrayData, Dataset, StreamBatches
 from dllp.data import load as load_data
 from dllp.devices import trees
@@ -362,9 +362,13 @@ def _checked(config: Config | None, checkpoints: object, options: Mapping[str, A
     return config
 
 
-def new_config(config: Config | None) -> Config:
-    """The configuration of a loop of one's own, which knows neither data nor start: the long schedule's defaults."""
-    return _checked(config, None).resolved()
+def new_config(config: Config | None, steps: int) -> Config:
+    """The configuration of a loop of one's own, whose data and start are not known: the long schedule's defaults.
+
+    Who lets the given network teach knows that it is trained.
+    """
+    chosen = _checked(config, None)
+    return chosen.resolved(trained=chosen.teacher == "given", steps=-(-steps // (chosen.epochs or TRAINED_EPOCHS)))
 
 
 def settle(model: nn.Module, data: Data, config: Config, loss: LossFn | None = None) -> Config:

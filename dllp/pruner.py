@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +16,28 @@ from dllp.devices import trees
 from dllp.devices.device import check_repeatable, find_device
 from dllp.devices.mesh import Axis, Place, merged
 from dllp.errors import ArtifactError, ConfigError, StructureError, check_count
-from dllp.prepare import as_float32, make_gating, positional
+from dllp.prepare import (
+    Data,
+    Prepared,
+    as_float32,
+    check_loss,
+    evaluation_batches,
+    make_gating,
+    positional,
+)
+from dllp.records import EpochRecord, Phase
 from dllp.structure.groups import FilterFn, discover
 from dllp.structure.trace import check_network
 from dllp.training import health
 from dllp.training.forward import called_by
 from dllp.training.moments import gates_now, measure
+from dllp.training.objective import LossFn, Metrics, Objective, Outcome
 from dllp.training.particles import Particles
 from dllp.training.snapshot import restore, snapshot
 from dllp.training.state import HEALTH_CHECK, Groups, RunState
 from dllp.training.step import advance, decide, gates, scheduled_lr, set_knobs
+from dllp.training.teacher import Taught, Teacher, softened, taught_loss
+from dllp.training.trainer import record
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -48,22 +61,27 @@ class Pruner(torch.optim.Optimizer):
         optimizer: Builds another optimiser of the given parameters; it then takes the steps, of gradients in which the
             Stein direction and the prior are, with its own rate and decay.
         gates: False trains the networks as they are, without gates, prior and Stein term.
+        validation: Data to measure on where the gates are decided, at the end, and by :meth:`end_epoch`; with `loss`
+            and `metrics` as for :func:`dllp.prune`. No step learns from it.
 
     Attributes:
         networks: The particles, instances of the model's own class; called, they apply their gates. Once these are
             decided they are the small networks.
+        teacher: With `Config(teacher="given")` the model as it was given, frozen; its outputs are for :meth:`taught`.
         inner: What `optimizer` built.
     """
 
     def __init__(
         self, model: nn.Module, example: Any, config: Config | None = None, *, num_data: int, steps: int,
         filter_fn: FilterFn | None = None, groups: Groups | None = None, optimizer: OptimizerFactory | None = None,
-        gates: bool = True,
+        gates: bool = True, validation: Data | None = None, loss: LossFn | None = None, metrics: Metrics | None = None,
     ) -> None:  # fmt: skip
         check_count(num_data=num_data, steps=steps)
-        config = new_config(config)
+        config = new_config(config, steps)
         if config.likelihood == "gaussian" and config.task != "regression":
             raise ConfigError("likelihood = gaussian needs labels, and an own loop has losses only: leave it out")
+        if config.teacher == "posterior":
+            raise ConfigError("teacher = posterior needs all predictions at once: use given, or dllp.prune")
         check_network(model)
         model = as_float32(model)
         device = find_device(config.device)
@@ -81,8 +99,13 @@ class Pruner(torch.optim.Optimizer):
         gating = make_gating(model, self.structure, particles, config, filter_fn) if gates else None
         self.run = RunState(
             particles, gating, config, num_data=num_data, steps_per_epoch=-(-steps // max(1, config.epochs)),
-            place=place, groups=groups, total_steps=steps, gaussian=False,
+            place=place, groups=groups, total_steps=steps, gaussian=False, objective=Objective(config, loss),
         )  # fmt: skip
+        self.teacher = Teacher(model, config, device).network if config.teacher == "given" else None
+        if validation is not None:
+            self._measured_on(model, validation, metrics)
+        self._began = time.perf_counter()  # the present epoch
+        self._phase: Phase = self.run.phase  # of the last step
         self.inner = None
         if optimizer is not None:
             learning = [p for network in particles.networks for p in network.parameters() if p.requires_grad]
@@ -121,6 +144,7 @@ class Pruner(torch.optim.Optimizer):
         run.lr = self._rate()
         run.knobs[0] = run.lr
         particles.collect_weights()
+        self._phase = run.phase
         advance(run, z, through * (1 + run.config.beta))
         run.step_index += 1
         self.zero_grad()
@@ -130,13 +154,49 @@ class Pruner(torch.optim.Optimizer):
         self._ready()
         return found
 
+    def taught(
+        self, loss: Tensor, logits: Tensor, answer: Tensor, *, labels: Tensor | None = None,
+        hidden: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> Tensor:  # fmt: skip
+        """The loss of a network that learns from the labels and from the teacher, by the configuration's weight.
+
+        Without a teacher, and before `config.teacher_from`, the loss itself.
+
+        Args:
+            loss: Of the labels.
+            logits, answer: What the network and the teacher say of the same batch.
+            labels: Where -100 stands among them nothing is taught.
+            hidden: Pairs of inner activations, the network's and the teacher's, that are to be near each other.
+        """
+        if self.teacher is None or not self.run.progress >= self.run.config.teacher_from:
+            return loss
+        own, others = tuple(a for a, _ in hidden), tuple(b.detach() for _, b in hidden)
+        known = Taught(softened(answer.detach(), self.run.config), others)
+        return taught_loss(Outcome(loss, logits, labels=labels, hidden=own), known, self.run.config)
+
+    @torch.no_grad()
+    def end_epoch(self, loss: Sequence[float] = (), accuracy: Sequence[float] | None = None) -> EpochRecord:
+        """Add a record to the run's history: gates and cost, and on `validation` how good the networks are.
+
+        Args:
+            loss: Mean training loss of each network in this epoch, where the loop knows it.
+            accuracy: The same of right answers.
+        """
+        run, began, self._began = self.run, self._began, time.perf_counter()
+        known = [float(value) for value in loss], None if accuracy is None else [float(value) for value in accuracy]
+        for values in known:
+            if values and len(values) != len(self.networks):
+                raise ConfigError(f"{len(values)} values for {len(self.networks)} networks: give one for each")
+        run.history.append(record(run, len(run.history) + 1, self._phase, began, "own loop", *known))
+        return run.history[-1]
+
     @property
     def finished(self) -> bool:
         """True once all steps are taken."""
         return self.run.step_index >= self.run.total_steps
 
     @property
-    def phase(self) -> str:
+    def phase(self) -> Phase:
         """`open`, `soft` or `discrete`: every gate is 1, gates learn, gates are decided and networks are small."""
         return self.run.phase
 
@@ -185,6 +245,14 @@ class Pruner(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     # ---- how it works
+
+    def _measured_on(self, model: nn.Module, validation: Data, metrics: Metrics | None) -> None:
+        """Set what the run is measured on, once it is known to fit the network."""
+        run, as_is = self.run, Prepared(None, self.example, self.structure, self.example, None)  # type: ignore[arg-type]
+        run.validation = evaluation_batches(validation, run.particles.device, as_is)
+        run.validates, run.metrics = True, metrics
+        first = trees.part(next(run.validation())[0], slice(0, 2))
+        check_loss(model, run.objective, run.config, first)
 
     def _view(self, i: int) -> nn.Module:
         """Particle i, which asks for the gates of the present step at every call."""

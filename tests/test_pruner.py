@@ -194,6 +194,84 @@ def test_its_steps_are_those_of_prune(changes: dict[str, Any]) -> None:
             torch.testing.assert_close(found.gates[name], value, rtol=1e-5, atol=1e-6)
 
 
+def test_its_taught_steps_are_those_of_prune() -> None:
+    """The given network teaches from the first step on, or later."""
+    for begins in (0.0, 0.5):
+        c = config(batch_size=8, epochs=4, teacher="given", teacher_weight=0.7, teacher_from=begins, particles=2)
+        result = dllp.prune(model(), DataLoader(TensorDataset(X, Y), batch_size=8), c)
+        ours = dllp.Pruner(model(), X[:2], c, num_data=len(X), steps=12)
+        assert ours.teacher is not None and not ours.teacher.training
+        for x, y in batches():
+            answer = ours.teacher(x)
+            assert not answer.requires_grad
+            for network in ours.networks:
+                logits = network(x)
+                ours.taught(F.cross_entropy(logits, y), logits, answer).backward()
+            ours.step()
+        found = ours.finish()
+        assert found.widths == result.widths and found.config == result.config
+        for a, b in zip(found.particles, result.particles, strict=True):
+            for name, value in a.network.state_dict().items():
+                torch.testing.assert_close(value, b.network.state_dict()[name], rtol=1e-5, atol=1e-6)
+    off = pruner()
+    loss = torch.tensor(2.0)
+    assert off.teacher is None and off.taught(loss, X, X) is loss
+
+
+def test_teaching_of_tokens_and_hidden_activations() -> None:
+    """Labels of -100 teach nothing; hidden activations add their squared distance."""
+    c = {"teacher": "given", "teacher_weight": 0.5, "teacher_temperature": 1.0}
+    ours = pruner(c)
+    generator = torch.Generator().manual_seed(0)
+    logits, answer = (torch.randn(2, 4, 3, generator=generator) for _ in range(2))
+    labels = torch.tensor([[0, 1, -100, -100], [2, -100, 1, 0]])
+    counted = labels != -100
+    loss = torch.tensor(1.25)
+    wanted = F.cross_entropy(logits[counted], answer[counted].softmax(-1))
+    torch.testing.assert_close(ours.taught(loss, logits, answer, labels=labels), 0.5 * loss + 0.5 * wanted)
+    hidden = [(X[:2], X[2:4]), (X[:1], X[1:2])]
+    far = sum(F.mse_loss(a, b) for a, b in hidden)
+    found = ours.taught(loss, logits, answer, labels=labels, hidden=hidden)
+    torch.testing.assert_close(found, 0.5 * loss + 0.5 * (wanted + far))
+
+
+def test_its_history_is_that_of_prune(tmp_path: Path) -> None:
+    """Epochs that the loop closes, measured on data that it hands over; the report shows them."""
+    c = config(batch_size=8, epochs=4, particles=2)
+    held = DataLoader(TensorDataset(X, Y), batch_size=24)
+    result = dllp.prune(model(), DataLoader(TensorDataset(X, Y), batch_size=8), c, validation=held)
+    ours = dllp.Pruner(
+        model(), X[:2], c, num_data=len(X), steps=12, validation=held, metrics=lambda net, b: {"seen": len(b[0])}
+    )
+    losses: list[list[float]] = []
+    for k, (x, y) in enumerate(batches(), start=1):
+        parts = [F.cross_entropy(network(x), y) for network in ours.networks]
+        sum(parts).backward()  # type: ignore[union-attr]
+        losses.append([float(part.detach()) for part in parts])
+        ours.step()
+        if k % 3 == 0:
+            ours.end_epoch(torch.tensor(losses[-3:]).mean(0).tolist())
+        if k == 6:
+            kept = ours.state_dict()
+    found = ours.finish()
+    assert [r["phase"] for r in found.history] == [r["phase"] for r in result.history]
+    for k, (one, other) in enumerate(zip(found.history, result.history, strict=True)):
+        after = () if k < 2 else ("cost", "validation_loss", "validation_accuracy")  # soft gates are one step ahead
+        for name in ("loss", "lr", *after):
+            assert one[name] == pytest.approx(other[name], rel=1e-4), name
+    for one, other in zip(found.info["moments"], result.info["moments"], strict=True):
+        assert one["name"] == other["name"] and one["accuracy"] == pytest.approx(other["accuracy"])
+        assert one["metrics"][0] == {"seen": 24}
+    assert "Training loss" in found.report(tmp_path / "report.html").read_text() and "epochs, training loss" in repr(
+        found
+    )
+    again = dllp.Pruner(model(), X[:2], c, num_data=len(X), steps=12)
+    again.load_state_dict(kept)
+    assert len(again.run.history) == 2
+    with pytest.raises(ConfigError, match="3 values for 2 networks"):
+        ours.end_epoch([1.0, 2.0, 3.0])
+
+
 def test_it_goes_on_bit_for_bit() -> None:
     """From before the gates are decided, and from after."""
     whole = pruner({"particles": 2, "draw_gates": True})
@@ -314,6 +392,10 @@ def test_what_a_loop_may_do_wrong() -> None:
         pruner(steps=0)
     with pytest.raises(ConfigError, match="likelihood = gaussian needs labels"):
         pruner({"likelihood": "gaussian"})
+    with pytest.raises(ConfigError, match="teacher = posterior needs all predictions at once"):
+        pruner({"teacher": "posterior"})
+    with pytest.raises(DllpError, match="fails on a batch"):
+        pruner(validation=[(X, X, Y)])
     with pytest.raises(ConfigError, match=r"return factors of 'lr' and 'weight_decay'"):
         pruner(groups=lambda name, p: {"decay": 0})
     with pytest.raises(StructureError, match="does not fit the network's forward"):

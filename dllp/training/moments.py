@@ -73,6 +73,7 @@ def scored(state: RunState) -> dict[str, Any]:
     rows, metrics = state.place.rows, state.metrics
     sums, together, own = torch.zeros(3, len(state.particles)), torch.zeros(3), []
     z = gates_now(state)
+    state.particles.begin_step()  # small networks have the last step's weights, too
     for x, y in state.validation():  # type: ignore[misc]
         found, named = [], []
         for i in range(len(state.particles)):

@@ -304,6 +304,6 @@ def scatter_buffers(network: nn.Module, part: Sliced) -> None:
             continue
         places = wide[name].flatten()
         ours = torch.isin(places, slab[name])
-        flat = buffer.flatten()
+        flat = buffer.clone().flatten()  # a buffer may be a view of others
         flat[places[ours].to(buffer.device)] = values[name].flatten()[ours.to(buffer.device)]
         buffer.copy_(flat.view(buffer.shape))

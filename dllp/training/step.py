@@ -21,7 +21,7 @@ from dllp.training.gating import ChannelGating, Scales
 from dllp.training.moments import measure
 from dllp.training.objective import Outcome
 from dllp.training.state import RunState
-from dllp.training.teacher import Taught, imitation_loss, mean_prediction
+from dllp.training.teacher import Taught, mean_prediction, taught_loss
 
 # ---- before a step
 
@@ -158,8 +158,7 @@ def _backward_part(
         if taught is not None:
             if state.teacher is not None:
                 state.teacher.wait()
-            imitation = imitation_loss(found, taught, c)
-            total = (1 - c.teacher_weight) * loss + c.teacher_weight * imitation
+            total = taught_loss(found, taught, c)
         if found.log_d is not None and residual is not None:
             total = total + c.beta * likelihood.head_loss(residual, found.log_d)
         gradients = state.particles.differentiate(i, _scaled(total, share), *leaf, add=add)

@@ -96,10 +96,22 @@ def mean_prediction(outcomes: Sequence[Outcome], config: Config, rows: Axis) -> 
     return Taught(mean if rows.size == 1 else rows.all_reduce_(mean / rows.size))
 
 
+def taught_loss(found: Outcome, taught: Taught, config: Config) -> Tensor:
+    """() task loss of a particle that is taught: labels and teacher by their weights."""
+    w = config.teacher_weight
+    return (1 - w) * found.loss + w * imitation_loss(found, taught, config)
+
+
 def imitation_loss(found: Outcome, taught: Taught, config: Config) -> Tensor:
     """() distance to what is taught: of the predictions, and of inner activations the mean squared difference."""
     output = needed(found.output)
     loss = likelihood.teacher_loss(output, taught.output, config.task, config.teacher_temperature, found.labels)
+    shapes = [[tuple(tensor.shape) for tensor in hidden] for hidden in (found.hidden, taught.hidden)]
+    if found.hidden and shapes[0] != shapes[1]:
+        raise StructureError(
+            f"hidden activations of shapes {shapes[0]}, the teacher's {shapes[1]}: hand over such as are not cut, or "
+            "keep them whole with filter_fn"
+        )
     for own, other in zip(found.hidden, taught.hidden, strict=False):
         loss = loss + F.mse_loss(own, other.to(own.dtype))
     return loss

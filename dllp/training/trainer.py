@@ -14,7 +14,7 @@ from dllp.devices import trees
 from dllp.devices.cuda_graph import Capture
 from dllp.method import stein
 from dllp.method.update import score_of
-from dllp.records import EpochRecord
+from dllp.records import EpochRecord, Phase
 from dllp.training import health
 from dllp.training.moments import measure, scored
 from dllp.training.state import RunState
@@ -112,17 +112,27 @@ def _close_epoch(state: RunState, record: EpochRecord) -> None:
 
 
 def _record(state: RunState, epoch: int, began: float, engine: str) -> EpochRecord:
-    gather, latents = state.place.rows.all_gather, state.latents
-    means = gather(state.statistics.T / state.steps_per_epoch)
+    means = state.place.rows.all_gather(state.statistics.T / state.steps_per_epoch)
     loss, hits = means.T.tolist()  # waits for the device: now the time is true
-    seconds = time.perf_counter() - began
     state.statistics.zero_()
+    counted = state.config.task != "regression" and state.objective.scored
+    phase = state.phase_at(state.step_index - 1)
+    return record(state, epoch + 1, phase, began, engine, loss, hits if counted else None)
+
+
+def record(
+    state: RunState, epoch: int, phase: Phase, began: float, engine: str, loss: list[float],
+    accuracy: list[float] | None,
+) -> EpochRecord:  # fmt: skip
+    """Measurements at the end of an epoch, given its mean loss and accuracy on the training data."""
+    seconds = time.perf_counter() - began
+    gather, latents = state.place.rows.all_gather, state.latents
     held = scored(state) if state.validates else {}
     return EpochRecord(
-        epoch=epoch + 1,
-        phase=state.phase_at(state.step_index - 1),
+        epoch=epoch,
+        phase=phase,
         loss=loss,
-        accuracy=hits if state.config.task != "regression" and state.objective.scored else None,
+        accuracy=accuracy,
         lr=state.lr,
         temperature=state.tau,
         budget=state.ramp,
@@ -132,7 +142,7 @@ def _record(state: RunState, epoch: int, began: float, engine: str) -> EpochReco
         noise=gather(latents.noise()).tolist(),
         seconds=seconds,
         engine=engine,
-        gates=[] if (epoch + 1) % max(1, state.config.epochs // COUNTED) else latents.counts(),
+        gates=[] if epoch % max(1, state.config.epochs // COUNTED) else latents.counts(),
         discrepancy=discrepancy(state),
         validation_loss=held.get("nll"),
         validation_accuracy=held.get("accuracy"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dllp
@@ -77,3 +79,62 @@ def test_teachers_that_do_not_fit_are_refused() -> None:
 def test_validation_that_does_not_fit_is_refused_before_training() -> None:
     with pytest.raises(DataError, match=r"validation inputs of shape \(5,\), but those of training have \(4,\)"):
         dllp.prune(network(2), table(), dllp.Config(**OPTIONS), validation=(torch.zeros(3, 5), torch.zeros(3).long()))
+
+
+class Encoder(nn.Module):
+    """Returns its middle activations, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 24), nn.Linear(24, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.middle(self.first(x).relu())
+        return self.last(hidden.relu()), hidden
+
+
+def test_hidden_activations_are_taught() -> None:
+    """Logits alone do not tell where the middle should go."""
+    torch.manual_seed(0)
+    given, (x, y) = Encoder(), table()
+    other = copy.deepcopy(given)
+    with torch.no_grad():
+        other.middle.bias += 2.0
+
+    def loss(network: nn.Module, batch: Any) -> dict[str, Any]:
+        logits, hidden = network(batch[0])
+        return {"loss": F.cross_entropy(logits, batch[1]), "logits": logits, "hidden": hidden}
+
+    def distance(network: nn.Module) -> float:
+        with torch.no_grad():
+            return float(F.mse_loss(network(x)[1], other(x)[1]))
+
+    def kept(module: nn.Module, name: str) -> bool:
+        return name != "middle"
+
+    config = dllp.Config(**OPTIONS, teacher="given", teacher_weight=0.9)
+    taught = dllp.prune(given, (x, y), config, loss=loss, teacher=other, filter_fn=kept)
+    alone = dllp.prune(
+        given, (x, y), config, teacher=other, filter_fn=kept,
+        loss=lambda network, batch: {k: v for k, v in loss(network, batch).items() if k != "hidden"},
+    )  # fmt: skip
+    assert taught.widths["first"][0] < 24
+    assert distance(taught.model) < 0.2 * distance(alone.model)
+
+
+class Remembering(Encoder):
+    """Keeps its middle to itself, where it can be cut."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits, self.seen = super().forward(x)
+        return logits
+
+
+def test_hidden_activations_that_are_cut_are_one_line() -> None:
+    def loss(network: Any, batch: Any) -> dict[str, Any]:
+        logits = network(batch[0])
+        return {"loss": F.cross_entropy(logits, batch[1]), "logits": logits, "hidden": [network.seen]}
+
+    config = dllp.Config(**OPTIONS, teacher="given")
+    with pytest.raises(StructureError, match=r"hidden activations of shapes .*keep them whole with filter_fn"):
+        dllp.prune(Remembering(), table(), config, loss=loss)
