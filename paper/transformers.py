@@ -160,21 +160,21 @@ def material(name: str, folders: Folders, seed: int, held: str, *, fewer: int | 
 def _questions(name: str, folders: Folders, seed: int, held: str) -> Material:
     read, classes, length = (texts.trec, 6, 32) if name == "trec" else (texts.sst2, 2, 64)
     tokenizer, network = texts.minilm(_needed(folders.models, "--models"), classes, seed)
-    parts = [texts.encoded(tokenizer, *read(_needed(folders.texts, "--texts"), p), length) for p in ("train", held)]
-    return Material(network, *parts, {"length": length})
+    folder = _needed(folders.texts, "--texts")
+    train, judged = (texts.encoded(tokenizer, *read(folder, part), length) for part in ("train", held))
+    return Material(network, train, judged, {"length": length})
 
 
 def _prose(_: str, folders: Folders, seed: int, held: str) -> Material:
     tokenizer, network = texts.smollm2(_needed(folders.models, "--models"))
     folder = _needed(folders.texts, "--texts")
     text = texts.prose(folder)
-    parts = [texts.windows(tokenizer, each, 512) for each in (text, texts.wikitext(folder, held))]
-    return Material(network, *parts, {"length": 512, "characters": len(text)})
+    train, judged = (texts.windows(tokenizer, each, 512) for each in (text, texts.wikitext(folder, held)))
+    return Material(network, train, judged, {"length": 512, "characters": len(text)})
 
 
 def _images(_: str, folders: Folders, seed: int, held: str) -> Material:
-    import transformers
-
+    transformers: Any = texts.library()
     data = load("cifar10", root=folders.data_root)
     if not isinstance(data.train, ArrayData):
         raise ConfigError("CIFAR-10 is needed in memory")
@@ -190,7 +190,8 @@ def _images(_: str, folders: Folders, seed: int, held: str) -> Material:
 def _shapes(_: str, folders: Folders, seed: int, held: str) -> Material:
     torch.manual_seed(seed)
     sets = {"train": (4000, 1), "validation": (1000, 2), "test": (1000, 3)}
-    return Material(unet.UNet(), *(unet.shapes(*sets[part]) for part in ("train", held)), {"side": unet.SIDE})
+    train, judged = (unet.shapes(*sets[part]) for part in ("train", held))
+    return Material(unet.UNet(), train, judged, {"side": unet.SIDE})
 
 
 def _needed(folder: Path | None, option: str) -> Path:
@@ -395,8 +396,8 @@ def _run(
     machine = {"device": str(device), "precision": given.get("precision", usual)}
     note = {**environment(device), **source(), "command": command}
     lengths = {} if variant.epochs is None else {"start": variant.epochs, "epochs": variant.epochs}
-    folders = Folders(*(Path(given[name]) if name in given else None for name in ("texts", "models")),
-                      given.get("data_root"))  # fmt: skip
+    read, models = (Path(given[name]) if name in given else None for name in ("texts", "models"))
+    folders = Folders(read, models, given.get("data_root"))
     held = "validation" if variant.validation else "test"
     if "again" in given:
         for row, seed in plan:

@@ -88,10 +88,11 @@ def shortgpt(network: Any, batches: Iterable[Any], removed: float) -> Any:
         for hook in hooks:
             hook.remove()
     gone = set(likeness.argsort(descending=True)[: round(removed * len(layers))].tolist())
-    result = copy.deepcopy(network)
+    result: Any = copy.deepcopy(network)
     result.model.layers = nn.ModuleList(layer for k, layer in enumerate(result.model.layers) if k not in gone)
     result.config.num_hidden_layers = len(result.model.layers)
-    for k, layer in enumerate(result.model.layers):
+    remaining: Any = result.model.layers
+    for k, layer in enumerate(remaining):
         layer.self_attn.layer_idx = k
     return result
 
@@ -104,7 +105,7 @@ def _cosine(before: Tensor, after: Any) -> float:
 @torch.no_grad()
 def wanda_neurons(network: nn.Module, structure: Structure, batches: Iterable[Any], keep: float) -> nn.Module:
     """The network without the neurons of least score, the same share in each feed-forward layer, within a budget."""
-    readers = {name: m for name, m in network.named_modules() if name.endswith("down_proj")}
+    readers: dict[str, Any] = {name: m for name, m in network.named_modules() if name.endswith("down_proj")}
     squares = dict.fromkeys(readers, torch.zeros(()))
 
     def see(name: str) -> Callable[..., None]:
