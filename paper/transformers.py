@@ -33,10 +33,11 @@ from dllp.errors import ConfigError
 from dllp.evaluation import metrics
 from dllp.method.likelihood import per_position
 from dllp.posterior import logits_of
+from dllp.report.page import markdown_table
 from dllp.structure.groups import Structure, discover
 from paper import texts, unet, unit_scores
 from paper.provenance import now, source
-from paper.render import made_by, markdown_table, provenance
+from paper.render import made_by, provenance
 from paper.store import Store
 from paper.summary import MARKDOWN, SUMMARY
 from paper.tables import Variant
