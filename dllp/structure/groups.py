@@ -81,11 +81,12 @@ def discover(
     whole: dict[str, str] = {}
     atoms, groups = [], []
     with isolated(model):
-        trace = observe(model, inputs)
+        scratch = copied(model).eval()  # never run itself, and its parameters serve all copies that are
+        trace = observe(scratch, inputs)
         if channels:
             found, whole = components(model, trace, _forbidden(model, filter_fn))
-            found = followed(copied(model).eval(), found, trace.attributes.views, inputs)
-            refused = unsound(copied(model).eval(), list(found.values()), inputs)
+            found = followed(scratch, found, trace.attributes.views, inputs)
+            refused = unsound(scratch, list(found.values()), inputs)
             atoms = [atom for atom, group in found.items() if group not in refused]
             taken: set[str] = set()
             groups = named((found[atom] for atom in atoms), taken)

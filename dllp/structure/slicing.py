@@ -326,7 +326,8 @@ def _cut_weight(module: nn.Module, out: Tensor | None, into: Tensor | None) -> T
     rows, columns = reversed(local) if transposed else local
     # A plain convolution stores (out, in/groups, ...), a transposed one (in, out/groups, ...): both split along axis 0.
     blocks = weight.view(parts, weight.shape[0] // parts, *weight.shape[1:]).unbind(0)
-    return torch.cat([block[r][:, c] for block, r, c in zip(blocks, rows, columns, strict=True)])
+    kept = [block.index_select(0, r).index_select(1, c) for block, r, c in zip(blocks, rows, columns, strict=True)]
+    return kept[0] if parts == 1 else torch.cat(kept)
 
 
 def restrict(groups: Sequence[Group], keep: Tensor) -> list[Group]:

@@ -89,8 +89,8 @@ def check_network(model: object) -> None:
 
 
 def trainable_copy(model: nn.Module) -> nn.Module:
-    """A copy in eval mode with every parameter trainable."""
-    result = copied(model).eval()
+    """A copy in eval mode with every parameter trainable, in the memory of the old ones."""
+    result = copied(model, shared=True).eval()
     for parameter in result.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
         parameter.grad = None
@@ -110,7 +110,7 @@ def misfit(model: nn.Module, inputs: list[Tensor], error: Exception) -> str:
 
 
 def observe(model: nn.Module, inputs: tuple[Any, ...]) -> Trace:
-    """Run a network in evaluation mode and label its axes; StructureError where it cannot take the inputs."""
+    """Run a scratch copy of a network and label its axes; StructureError where it cannot take the inputs."""
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     versions = [x._version for x in tensors]
     try:
@@ -119,7 +119,7 @@ def observe(model: nn.Module, inputs: tuple[Any, ...]) -> Trace:
         raise StructureError(misfit(model, tensors, error)) from error
     if versions != [x._version for x in tensors]:  # every particle would see the changes of those before it
         raise StructureError("the network changes its inputs in place: let its forward begin with x = x.clone()")
-    found = trace(copied(model).eval(), inputs)
+    found = trace(copied(model, shared=True).eval(), inputs)
     if found.products and not any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(output)):
         raise StructureError("the network's graph cannot be traced: its forward switches gradients off")
     return found

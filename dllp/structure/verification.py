@@ -263,10 +263,10 @@ def _randomised(model: nn.Module, draw: int) -> nn.Module:
     with torch.no_grad():
         for tensor in result.parameters():
             if tensor.is_floating_point():
-                value = torch.empty(tensor.shape, dtype=torch.float32).uniform_(-1, 1, generator=generator).double()
+                value = torch.empty(tensor.shape, dtype=torch.float32).uniform_(-1, 1, generator=generator)
                 value.add_(value.sign(), alpha=0.5)
                 fan_in = tensor[0].numel() if tensor.dim() > 1 else 1
-                tensor.data = value.mul_(math.sqrt(2 / max(fan_in, 2))).to(tensor.device)
+                tensor.data = value.mul_(math.sqrt(2 / max(fan_in, 2))).to(tensor.device, torch.float64)
         for tensor in result.buffers():
             if tensor.is_floating_point():
                 tensor.copy_(torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5)

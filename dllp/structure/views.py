@@ -95,7 +95,7 @@ def followed(
         }
         wanted = {call: [int(mask(label, keep).sum()) for label in labels] for call, labels in views.items()}
         learning = _Learning(wanted)
-        small = cut(model, recipe(model, list(groups.values()), torch.cat(list(keep.values()))))
+        small = cut(model, recipe(model, list(groups.values()), torch.cat(list(keep.values()))), shared=True)
         with suppress(Exception), torch.no_grad(), learning.watching(small), learning:  # the check finds what fails
             small(*inputs)
         for call, dims in learning.wrong.items():
