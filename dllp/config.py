@@ -102,6 +102,7 @@ class Budget:
         granularity: `channel` cuts whole channels; `weight` zeroes single weights.
         round_to: A layer keeps a multiple of this many channels, or all that it has. By default 8, which most runtimes
             are made for, where all layers are wide enough, and 1 elsewhere.
+        even: Layers that were equally wide keep equally many channels, as one `config.json` of Hugging Face can say.
         gate_linear: With `weight`: gate the weights of linear layers too.
         sparsity: Without a budget: strength of the hyperprior -sparsity * cost/dense on the gates.
     """
@@ -110,6 +111,7 @@ class Budget:
     keep_params: Share | None = None
     granularity: Granularity = "channel"
     round_to: Count = WAITS
+    even: bool = False
     gate_linear: bool = False
     sparsity: NotNegative | None = None
 
@@ -442,13 +444,15 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
     def identity(self) -> dict[str, Any]:
         """All that digests and fingerprints count: :meth:`as_dict` with the values that retired options had.
 
-        Options of a teacher count where there is one, and the optimizer where it is not SGD, so that runs without keep
-        the names they had before.
+        Options of a teacher count where there is one, an even cut where it is asked for, and the optimizer where it is
+        not SGD, so that runs without keep the names they had before.
         """
         values = self.as_dict() | {name: value[self.granularity] for name, value in RETIRED.items()}
         taught = self.teacher != "off"
         if self.optimizer == "sgd":
             del values["optimizer"]
+        if not self.even:
+            del values["even"]
         return {name: value for name, value in values.items() if taught or not name.startswith("teacher")}
 
 

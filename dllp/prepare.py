@@ -97,11 +97,17 @@ def prepare(
     x, y = example_of(batches)
     if y is None or isinstance(batches, StreamedBatches):
         example = check_loss(model, objective, config, x)
-        return Prepared(batches, example, discover(model, example, filter_fn=filter_fn, channels=channels), x, None)
+        return Prepared(
+            batches,
+            example,
+            discover(model, example, filter_fn=filter_fn, channels=channels, even=config.even),
+            x,
+            None,
+        )
     if not isinstance(batches, StreamBatches) and not x.is_floating_point() and not _takes(model, x):
         batches.integers, x = False, x.float()
     check_targets(model, batches, config, objective, x, y)
-    return Prepared(batches, x, discover(model, x, filter_fn=filter_fn, channels=channels), x, y)
+    return Prepared(batches, x, discover(model, x, filter_fn=filter_fn, channels=channels, even=config.even), x, y)
 
 
 LOOKED_AT = 256

@@ -69,7 +69,7 @@ class Pruner(torch.optim.Optimizer):
         check_repeatable(device, config.deterministic)
         channels = gates and config.granularity == "channel"
         self.example = positional(model, *called_with(example))
-        self.structure = discover(model, self.example, filter_fn=filter_fn, channels=channels)
+        self.structure = discover(model, self.example, filter_fn=filter_fn, channels=channels, even=config.even)
         if channels:
             check_groups(self.structure)
         everyone = Axis()

@@ -60,7 +60,7 @@ def _fold(result: Result, network: nn.Module, gated: tuple[str, ...], example: T
         fold = WeightFold({name: network.get_parameter(name).shape for name in gated})
         found = sum(fold.sizes)
     else:
-        structure = discover(network, example[:2].cpu(), filter_fn=chosen_again(result.whole))
+        structure = discover(network, example[:2].cpu(), filter_fn=chosen_again(result.whole), even=result.config.even)
         found, fold = structure.units, Fold(network, structure.groups)
     if found != units:
         raise DataError(f"the run has {units} gates but the network {found}: a filter_fn chose what may be gated")

@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from dllp.errors import ConfigError
 from dllp.structure.axes import OUTPUT
 from dllp.structure.cost import Cost, polynomial
-from dllp.structure.coupling import FILTERED, UNREAD, components, named
+from dllp.structure.coupling import FILTERED, UNREAD, coarsest, components, named
 from dllp.structure.slicing import Group, copied
 from dllp.structure.trace import first_example, isolated, observe
 from dllp.structure.verification import WEIGHTS_INSTEAD, unsound, verify
@@ -37,13 +37,18 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """Groups in the order of execution, reasons for layers that stay whole, and costs as functions of the gates."""
+    """Groups in the order of execution, reasons for layers that stay whole, and costs as functions of the gates.
+
+    Attributes:
+        even: Groups of equally many channels are cut alike.
+    """
 
     groups: tuple[Group, ...]
     whole: dict[str, str]
     layers: tuple[Layer, ...]
     flops: Cost
     params: Cost
+    even: bool = False
 
     @property
     def units(self) -> int:
@@ -61,14 +66,16 @@ class Structure:
         return torch.tensor([group.width for group in self.groups for _ in range(group.units)], dtype=torch.int64)
 
     def steps(self, multiple: int) -> list[int]:
-        """Smallest number of units in each group that makes a multiple of so many channels."""
+        """Smallest number of units in each group that makes a multiple of so many channels, and suits its kernels."""
         per_unit = self.channels_per_unit
-        return [multiple // math.gcd(multiple, int(per_unit[part.start])) for part in self.slices]
+        steps = [multiple // math.gcd(multiple, int(per_unit[part.start])) for part in self.slices]
+        return [math.lcm(step, group.multiple) for step, group in zip(steps, self.groups, strict=True)]
 
 
 def discover(
-    model: nn.Module, example: Tensor | tuple, *, filter_fn: FilterFn | None = None, channels: bool = True
-) -> Structure:
+    model: nn.Module, example: Tensor | tuple, *, filter_fn: FilterFn | None = None, channels: bool = True,
+    even: bool = False,
+) -> Structure:  # fmt: skip
     """Find the groups and costs of `model` for inputs like `example`; the model is left unchanged.
 
     Args:
@@ -76,6 +83,8 @@ def discover(
         example: A batch of inputs (or a tuple of them); its first example is used.
         filter_fn: Called with every convolution and linear module and its name; False keeps its channels whole.
         channels: False finds costs only, which any network has whatever its forward does.
+        even: Cut layers that are equally wide alike; of several groups on one axis (heads and their dimensions) only
+            the one of the largest units.
     """
     inputs = first_example(model, example)
     whole: dict[str, str] = {}
@@ -85,8 +94,9 @@ def discover(
         trace = observe(scratch, inputs)
         if channels:
             found, whole = components(model, trace, _forbidden(model, filter_fn))
+            found, finer = coarsest(found) if even else (found, {})
             found = followed(scratch, found, trace.attributes.views, inputs)
-            refused = unsound(scratch, list(found.values()), inputs)
+            refused = finer | unsound(scratch, list(found.values()), inputs)
             atoms = [atom for atom, group in found.items() if group not in refused]
             taken: set[str] = set()
             groups = named((found[atom] for atom in atoms), taken)
@@ -97,7 +107,7 @@ def discover(
     order = {name: i for i, name in reversed(list(enumerate(name for name, _ in trace.writes)))}
     whole = dict(sorted(whole.items(), key=lambda item: order[item[0].partition(":")[0]]))
     layers = tuple(Layer(name, count) for name, count in trace.macs(model).items())
-    return Structure(tuple(groups), whole, layers, flops, params)
+    return Structure(tuple(groups), whole, layers, flops, params, even)
 
 
 def allowed(filter_fn: FilterFn | None, module: nn.Module, name: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,8 +19,8 @@ NEAR = 0.005
 def select(structure: Structure, logits: Tensor, *, cost: Cost, keep: float | None, round_to: int = 1) -> Tensor:
     """logits (U,) -> bool (U,): the units to keep; cost at most `keep` * dense, or logits > 0 without `keep`.
 
-    Units are taken in descending order of their logits, in chunks of `round_to` channels within each group; the best
-    chunk of each group always stays. After the first chunk that does not fit, smaller ones use the remaining budget;
+    Units are taken in descending order of their logits, in chunks of `round_to` channels within each group (of an even
+    cut: within all groups that are cut alike); the best chunk of each group always stays. After the first chunk that does not fit, smaller ones use the remaining budget;
     where that is still much, the last chunk of a group is exchanged for others that use more of it.
     """
     scores = logits.detach().to("cpu", torch.float64)
@@ -28,13 +30,14 @@ def select(structure: Structure, logits: Tensor, *, cost: Cost, keep: float | No
     owners: list[int] = []
     means: list[float] = []
     kept = torch.zeros(structure.units, dtype=torch.bool)
-    for g, (part, step) in enumerate(zip(structure.slices, structure.steps(round_to), strict=True)):
-        order = scores[part].argsort(descending=True, stable=True) + part.start
-        best, *others = order.split(step)
-        kept[best] = True
-        chunks += others
-        owners += [g] * len(others)
-        means += [scores[chunk].mean().item() for chunk in others]
+    for owner, members in enumerate(_tied(structure, round_to)):
+        orders = [scores[part].argsort(descending=True, stable=True) + part.start for part, _ in members]
+        parts = [order.split(step) for order, (_, step) in zip(orders, members, strict=True)]
+        best, *others = zip(*parts, strict=True)
+        kept[torch.cat(best)] = True
+        chunks += [torch.cat(chunk) for chunk in others]
+        owners += [owner] * len(others)
+        means += [sum(scores[part].mean().item() for part in chunk) / len(chunk) for chunk in others]
     ranking = sorted(range(len(chunks)), key=lambda i: -means[i])
     if keep is None:
         for i in ranking:
@@ -51,6 +54,22 @@ def select(structure: Structure, logits: Tensor, *, cost: Cost, keep: float | No
             f"{_reasons(structure)}"
         )
     return _nearest(kept, [(owners[i], chunks[i]) for i in ranking], cost, budget)
+
+
+def _tied(structure: Structure, round_to: int) -> list[list[tuple[slice, int]]]:
+    """Groups that are cut alike: the units of each, and how many of them a chunk has."""
+    steps = structure.steps(round_to)
+    if not structure.even:
+        return [[member] for member in zip(structure.slices, steps, strict=True)]
+    alike: dict[int, list[int]] = {}
+    for g, group in enumerate(structure.groups):
+        alike.setdefault(group.channels, []).append(g)
+    result = []
+    for channels, members in alike.items():
+        per_unit = [channels // structure.groups[g].units for g in members]
+        chunk = math.lcm(*(each * steps[g] for each, g in zip(per_unit, members, strict=True)))
+        result.append([(structure.slices[g], chunk // each) for each, g in zip(per_unit, members, strict=True)])
+    return result
 
 
 def _reasons(structure: Structure) -> str:

@@ -66,6 +66,7 @@ class Group:
     Attributes:
         width: Output channels of that layer for each unit.
         kind: `channel`, `head` where products are computed for each unit by itself, `width` under a norm.
+        multiple: A kernel that reads them takes multiples of so many units only.
     """
 
     name: str
@@ -73,6 +74,12 @@ class Group:
     slices: tuple[Slice, ...]
     width: int = 1
     kind: str = "channel"
+    multiple: int = 1
+
+    @property
+    def channels(self) -> int:
+        """Length of the axis that its first reader reads: where layers are equally wide, that of both."""
+        return min(int((piece.unit >= 0).sum()) for piece in self.slices if piece.role == "read")
 
 
 def is_depthwise(module: nn.Module) -> bool:
