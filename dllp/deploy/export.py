@@ -62,9 +62,9 @@ class Exported:
 
 
 class Tokens(tuple[int, ...]):
-    """The shape of inputs that are rows of a table, and the number of its rows: integers below `count` are inputs."""
+    """The shape of inputs that are rows of a table, and the number of its rows: integers below `words` are inputs."""
 
-    count: int
+    words: int
 
 
 class Logits(nn.Module):
@@ -242,7 +242,7 @@ def inputs(batch: int, shape: tuple[int, ...], uint8: bool = False) -> Tensor:
     """(batch, *shape) random inputs, always the same ones."""
     generator = torch.Generator().manual_seed(batch)
     if isinstance(shape, Tokens):
-        return torch.randint(shape.count, (batch, *shape), generator=generator)
+        return torch.randint(shape.words, (batch, *shape), generator=generator)
     if uint8:
         return torch.randint(256, (batch, *shape), generator=generator, dtype=torch.uint8)
     return torch.randn(batch, *shape, generator=generator)
@@ -253,7 +253,7 @@ def input_shape(network: nn.Module, shape: tuple[int, ...]) -> tuple[int, ...]:
     tables = {module.num_embeddings for module in network.modules() if isinstance(module, nn.Embedding)}
     for count in sorted(tables, reverse=True):
         tokens = Tokens(shape)
-        tokens.count = count
+        tokens.words = count
         with suppress(*UNFIT), torch.no_grad():
             network(inputs(2, tokens))
             return tokens

@@ -41,16 +41,17 @@ def write(network: nn.Module, original: nn.Module, folder: Path, example: Tensor
         raise ConfigError(
             f"a {type(network).__name__} has no save_pretrained: format = huggingface is for networks of Hugging Face"
         )
+    kind: Any = type(network)
     wanted = _tensors(network(example))
     with new_folder(folder) as temporary:
         for config in _configurations(network, original):
             with suppress(Exception):  # sizes that contradict each other
-                plain = type(network)(config)
+                plain = kind(config)
                 plain.load_state_dict(network.state_dict())
-                if hasattr(network, "generation_config"):
+                if hasattr(network, "generation_config"):  # how it writes texts
                     plain.generation_config = network.generation_config
                 plain.save_pretrained(temporary)
-                loaded = type(network).from_pretrained(temporary).eval()
+                loaded = kind.from_pretrained(temporary).eval()
                 if all(map(torch.equal, _tensors(loaded(example)), wanted)):
                     return sum(file.stat().st_size for file in temporary.iterdir())
         raise ExportError(UNEVEN)

@@ -20,8 +20,8 @@ def select(structure: Structure, logits: Tensor, *, cost: Cost, keep: float | No
     """logits (U,) -> bool (U,): the units to keep; cost at most `keep` * dense, or logits > 0 without `keep`.
 
     Units are taken in descending order of their logits, in chunks of `round_to` channels within each group (of an even
-    cut: within all groups that are cut alike); the best chunk of each group always stays. After the first chunk that does not fit, smaller ones use the remaining budget;
-    where that is still much, the last chunk of a group is exchanged for others that use more of it.
+    cut: within all groups that are cut alike); the best chunk of each group always stays. After the first chunk that
+    does not fit, smaller ones use the remaining budget; where that is still much, the last chunk of a group is exchanged for others that use more of it.
     """
     scores = logits.detach().to("cpu", torch.float64)
     if scores.shape != (structure.units,) or bool(scores.isnan().any()):
