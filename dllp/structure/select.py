@@ -21,8 +21,8 @@ def select(structure: Structure, logits: Tensor, *, cost: Cost, keep: float | No
 
     Units are taken in descending order of their logits, in chunks of `round_to` channels within each group (of an even
     cut: within all groups that are cut alike); the best chunk of each group always stays. After the first chunk that
-    does not fit, smaller ones use the remaining budget; where that is still much, the last chunk of a group is exchanged
-    for others that use more of it.
+    does not fit, smaller ones use the remaining budget; where that is still much, the last chunk of a group is
+    exchanged for others that use more of it.
     """
     scores = logits.detach().to("cpu", torch.float64)
     if scores.shape != (structure.units,) or bool(scores.isnan().any()):
