@@ -213,7 +213,9 @@ def wider(result: Result, particle: int, shape: tuple[int, ...], multiple: int) 
 def _assembled(
     result: Result, networks: list[nn.Module], particle: int | None, uint8: bool, shape: tuple[int, ...]
 ) -> nn.Module:
-    if not isinstance(networks[0](inputs(2, shape)), Tensor):
+    with torch.no_grad(), _one_line():
+        output = networks[0](inputs(2, shape))
+    if not isinstance(output, Tensor):
         networks = [Logits(network, result.posterior.select) for network in networks]
     if result.posterior.head:
         networks = [WithNoise(network) for network in networks]
