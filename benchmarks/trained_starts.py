@@ -29,7 +29,7 @@ from torch.nn import functional as F
 import dllp
 from dllp import zoo
 from dllp.data import ArrayData, holdout, load
-from dllp.zoo.resnet import CifarResNet
+from dllp.zoo.networks import CifarResNet
 
 TRAINED_EPOCHS = 30
 

@@ -213,7 +213,7 @@ def prune(
     on_start: OnStep | None = None,
     checkpoints: Checkpoints | None = None,
     ranks: Ranks | None = None,
-    teacher: nn.Module | None = None,
+    teacher: nn.Module | str | None = None,
     validation: Data | float | None = None,
     progress: bool = True,
     **options: Any,
@@ -243,12 +243,14 @@ def prune(
         checkpoints: Where the run writes its checkpoints; it goes on from the newest one that it finds there.
         ranks: The processes that share the run, from :func:`dllp.devices.ranks.joined`: all call this, with the same
             arguments, and all get the same result; `config.parallel` says what they share.
-        teacher: A network with the same outputs that teaches in place of `model` where `config.teacher` is `given`.
+        teacher: A network with the same outputs that teaches in place of `model`; or the option, such as `given`.
         validation: Data to measure on at the end of each epoch, or the fraction (or number) of training examples to
             hold out for it; no step learns from it, and the last epoch stays the result. Without it a data set's own
             test set is looked at where the gates are decided and at the end only (`result.info["moments"]`).
         progress: Show how far the run is, on a terminal and in notebooks.
     """
+    if isinstance(teacher, str):  # the option of the same name
+        options, teacher = {**options, "teacher": teacher}, None
     chosen, ranks = _checked(config, checkpoints, options), ranks or Ranks()
     if chosen.prior != SPIKE_AND_SLAB and chosen.budget[1] is None and not chosen.sparsity:
         raise ConfigError(f"prior = {chosen.prior} closes no gate by itself: give keep_flops, keep_params or sparsity")
@@ -300,7 +302,7 @@ def train_dense(
     on_start: OnStep | None = None,
     checkpoints: Checkpoints | None = None,
     ranks: Ranks | None = None,
-    teacher: nn.Module | None = None,
+    teacher: nn.Module | str | None = None,
     validation: Data | float | None = None,
     progress: bool = True,
     **options: Any,
@@ -309,6 +311,8 @@ def train_dense(
 
     The arguments are those of :func:`prune`.
     """
+    if isinstance(teacher, str):  # the option of the same name
+        options, teacher = {**options, "teacher": teacher}, None
     chosen, ranks = _checked(config, checkpoints, options), ranks or Ranks()
     if isinstance(validation, int | float):
         data, validation = held_out(data, validation, chosen.seed)

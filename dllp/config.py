@@ -7,7 +7,6 @@ and `keep_params` it means no budget.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -15,11 +14,12 @@ from functools import cache, wraps
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from dllp.errors import ConfigError
+from dllp.errors import ConfigError, nearest
 
 T = TypeVar("T")
 Granularity = Literal["channel", "weight"]
 Counted = Literal["flops", "params"]
+Units = Literal["channels", "blocks", "both"]
 SPIKE_AND_SLAB = "spike_and_slab"
 ADAMW_LR, ADAMW_LARGEST = 0.001, 0.05
 """Default and largest learning rate of AdamW, whose steps are of its size: SGD's would throw weights away."""
@@ -69,8 +69,7 @@ def _names_checked(cls: type[T]) -> type[T]:
     def checked(self: T, *values: Any, **named: Any) -> None:
         for name in named:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]}?" if near else "see dllp.Config for the list"
+                hint = nearest(name, known, "see dllp.Config for the list")
                 raise ConfigError(f"unknown configuration name {name!r}: {hint}")
         init(self, *values, **named)
 
@@ -100,6 +99,8 @@ class Budget:
             `keep_params` the prior and `sparsity` decide (natural sparsity).
         keep_params: Fraction of the parameters to keep, in (0, 1]; give one of the two.
         granularity: `channel` cuts whole channels; `weight` zeroes single weights.
+        units: With `channel`: `channels` (heads and widths, too), `blocks`, each residual branch as a whole, or `both`;
+            by default channels.
         round_to: A layer keeps a multiple of this many channels, or all that it has. By default 8, which most runtimes
             are made for, where all layers are wide enough, and 1 elsewhere.
         even: Layers that were equally wide keep equally many channels, as one `config.json` of Hugging Face can say.
@@ -110,6 +111,7 @@ class Budget:
     keep_flops: Share | None = None
     keep_params: Share | None = None
     granularity: Granularity = "channel"
+    units: Units | None = None
     round_to: Count = WAITS
     even: bool = False
     gate_linear: bool = False
@@ -321,6 +323,10 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
                 raise ConfigError(f"{name} = {value}: a finite number that float32, or 64 bits, can hold is needed")
         if self.keep_flops is not None and self.keep_params is not None:
             raise ConfigError("keep_flops and keep_params are both given: choose one budget")
+        if self.even and self.units in ("blocks", "both"):
+            raise ConfigError(f"even = True cuts channels only, not units = {self.units}: choose one of them")
+        if self.granularity == "weight" and self.units not in (None, "channels"):
+            raise ConfigError(f"units = {self.units} are no single weights: leave out granularity = weight, or units")
         if "batch_size" not in unresolved and self.accumulate > self.batch_size:
             raise ConfigError(f"accumulate ({self.accumulate}) must not exceed batch_size ({self.batch_size})")
         if self.teacher == "posterior" and self.task == "regression":
@@ -393,6 +399,7 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
         usual |= {
             "batch_size": batch_size,
             "round_to": 1,
+            "units": "channels",
             "likelihood": "gaussian" if self.task == "regression" else "categorical",
             "epsilon": epsilon,
             "slab_bounds": bounds,
@@ -444,13 +451,15 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
     def identity(self) -> dict[str, Any]:
         """All that digests and fingerprints count: :meth:`as_dict` with the values that retired options had.
 
-        Options of a teacher count where there is one, an even cut where it is asked for, and the optimizer where it is
-        not SGD, so that runs without keep the names they had before.
+        Options of a teacher count where there is one, the optimizer where it is not SGD, the units where they are not
+        channels, and an even cut where it is asked for, so that runs without keep the names they had before.
         """
         values = self.as_dict() | {name: value[self.granularity] for name, value in RETIRED.items()}
         taught = self.teacher != "off"
         if self.optimizer == "sgd":
             del values["optimizer"]
+        if self.units in (None, "channels"):
+            del values["units"]
         if not self.even:
             del values["even"]
         return {name: value for name, value in values.items() if taught or not name.startswith("teacher")}

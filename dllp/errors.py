@@ -1,9 +1,26 @@
 """Errors a user can cause: one line that names the mistake, the place and the way out."""
 
+import difflib
+from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
 
 LONGEST = 2000
+
+
+def one_line(text: object, longest: int) -> str:
+    """Text, maybe out of a stranger's file, as one line of limited length without control or direction characters."""
+    line = " ".join(str(text).split())
+    if not line.isprintable():
+        line = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in line)
+    return line if len(line) <= longest else line[: longest - 1] + "…"
+
+
+def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
+    """The way out after an unknown name: the known one that is most like it."""
+    bare = {each.lstrip("-"): each for each in known}  # the dashes that all options have make none of them alike
+    found = difflib.get_close_matches(name.lstrip("-"), bare, n=1)
+    return f"did you mean {bare[found[0]]}?" if found else otherwise
 
 
 def first_line(error: BaseException) -> str:
@@ -14,7 +31,7 @@ def first_line(error: BaseException) -> str:
 class DllpError(Exception):
     """Base of every error a user of this package can cause.
 
-    The message may quote names out of files: it is made one line, without control characters, of limited length.
+    The message may quote names out of files: it is made one line by :func:`one_line`.
 
     Attributes:
         reported_elsewhere: Rank 0 prints this error; this rank stays silent.
@@ -23,25 +40,17 @@ class DllpError(Exception):
     reported_elsewhere = False
 
     def __init__(self, message: object = "") -> None:
-        text = " ".join(str(message).split())
-        if not text.isprintable():
-            text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-        super().__init__(text if len(text) <= LONGEST else text[:LONGEST] + " ...")
+        super().__init__(one_line(message, LONGEST))
 
 
 class ConfigError(DllpError):
     """A configuration value is out of range or contradicts another one."""
 
 
-def is_whole(value: object) -> bool:
-    """True for a whole number of any kind but a boolean."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 def check_count(**named: Any) -> None:
     """Raise unless every argument, given by its name, is a whole number of at least 1."""
     for name, value in named.items():
-        if not is_whole(value) or value < 1:
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name} = {value!r:.60}: a whole number is needed, at least 1")
 
 

@@ -230,20 +230,16 @@ def evaluating(*networks: nn.Module) -> Iterator[None]:
 
 def entry(outputs: Any, name: str) -> Any:
     """An entry of a mapping or an attribute of an output object by name; None where there is none."""
-    if isinstance(outputs, Mapping):
-        return outputs.get(name)
-    return None if isinstance(outputs, (Tensor, tuple, list)) else getattr(outputs, name, None)
+    return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
 
 
 def logits_of(outputs: Any) -> Tensor:
-    """The logits in a network's outputs: a tensor, `logits` of an object or mapping, or the first of a tuple.
-
-    A named tuple that has `logits` is asked for them.
-    """
+    """The logits in a network's outputs: a tensor, `logits` of an object or mapping, or the first of a tuple."""
     if isinstance(outputs, Tensor):
         return outputs
-    named = getattr(outputs, "logits", None) if isinstance(outputs, tuple) else entry(outputs, "logits")
-    found = outputs[0] if named is None and isinstance(outputs, (tuple, list)) and outputs else named
+    found = entry(outputs, "logits")
+    if found is None and isinstance(outputs, (tuple, list)) and outputs:
+        found = outputs[0]
     if not isinstance(found, Tensor):
         raise StructureError(
             f"the network returns a {type(outputs).__name__} without logits: give select=, a function that finds them, "
@@ -272,12 +268,9 @@ def _check_inputs(inputs: object, batch_size: int) -> None:
 
 def _forward(network: nn.Module, inputs: Any) -> Any:
     """Outputs for inputs of any structure; an error about them is reported with what the first layer takes."""
-    x = trees.tensors(inputs)[0]
+    x, (args, named) = trees.tensors(inputs)[0], trees.arguments(inputs)
     try:
-        if isinstance(inputs, dict):
-            outputs = network(**inputs)
-        else:
-            outputs = network(*inputs) if isinstance(inputs, (tuple, list)) else network(inputs)
+        outputs = network(*args, **named)
     except (*UNFIT, TypeError) as error:
         if type(error) not in (*UNFIT, TypeError):
             raise

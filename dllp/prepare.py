@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from dllp.config import Config, usual_batch
@@ -43,6 +42,7 @@ from dllp.structure.slicing import copied
 from dllp.structure.trace import UNFIT, check_network, explained, isolated, misfit
 from dllp.training.forward import called_by
 from dllp.training.gating import ChannelGating, FilterFn, WeightGating
+from dllp.training.health import constant_loss
 from dllp.training.objective import LABELS, Objective
 from dllp.training.particles import Particles
 from dllp.training.teacher import Teacher, needed
@@ -95,23 +95,18 @@ def prepare(
     objective = objective or Objective(config)
     batches = as_batches(data, config, device, as_is=objective.loss is not None, steps=steps)
     x, y = example_of(batches)
+    options: dict[str, Any] = {"filter_fn": filter_fn, "channels": channels, "units": config.units, "even": config.even}
     if y is None or isinstance(batches, StreamedBatches):
         example = check_loss(model, objective, config, x)
-        return Prepared(
-            batches,
-            example,
-            discover(model, example, filter_fn=filter_fn, channels=channels, even=config.even),
-            x,
-            None,
-        )
+        return Prepared(batches, example, discover(model, example, **options), x, None)
     if not isinstance(batches, StreamBatches) and not x.is_floating_point() and not _takes(model, x):
         batches.integers, x = False, x.float()
     check_targets(model, batches, config, objective, x, y)
-    return Prepared(batches, x, discover(model, x, filter_fn=filter_fn, channels=channels, even=config.even), x, y)
+    return Prepared(batches, x, discover(model, x, **options), x, y)
 
 
 LOOKED_AT = 256
-"""Training examples by which a network's start is judged."""
+"""Training examples on which a network is tried before a run."""
 BETTER = 0.9
 """Share of the loss of a constant answer below which a network has learned something."""
 MULTIPLE, NARROWEST = 8, 32
@@ -133,7 +128,7 @@ def has_learned(model: nn.Module, batches: Source, config: Config, objective: Ob
     """True where a run starts from a network that answers training examples clearly better than a constant does."""
     if config.init != "given" or config.task == "binary" or not objective.scored:
         return False
-    outputs, targets = [], []
+    losses, targets, examples = [], [], 0
     with isolated(model), torch.no_grad():
         network = copied(model).cpu().eval()
         for batch in batches.epoch(0):
@@ -142,23 +137,16 @@ def has_learned(model: nn.Module, batches: Source, config: Config, objective: Ob
                 found = objective(network, x, y)
             if found.output is None or found.labels is None:
                 return False
-            if found.output.dim() > 2 and config.task == "classification":
-                answers, y = likelihood.per_position(found.output, found.labels)
-                answers, y = answers[y != likelihood.IGNORED], y[y != likelihood.IGNORED]
-            else:
-                answers, y = found.output.flatten(1), found.labels
-            outputs.append(answers.float())
-            targets.append(y)
-            if sum(map(len, targets)) >= LOOKED_AT:
+            y = found.labels
+            targets.append(y if y.is_floating_point() else y[y != likelihood.IGNORED])
+            losses.append(trees.count(x) * likelihood.task_loss(found.output.float(), y, config.task))
+            examples += trees.count(x)
+            if examples >= LOOKED_AT:
                 break
-    answers, y = torch.cat(outputs), torch.cat(targets)
-    if config.task == "regression":
-        y = y.reshape(answers.shape)
-        found, constant = (answers - y).square().mean(), (y - y.mean(0)).square().mean()
-    else:
-        frequency = y.mean(0) if y.is_floating_point() else y.bincount() / len(y)
-        found, constant = F.cross_entropy(answers, y), torch.special.entr(frequency).sum()
-    return bool(found < BETTER * constant)
+    y = torch.cat(targets)
+    soft = config.task == "classification" and y.is_floating_point()
+    constant = torch.special.entr(y.mean(0)).sum() if soft else constant_loss(y)
+    return bool(sum(losses) < BETTER * examples * constant)
 
 
 def suited_multiple(structure: Structure, config: Config) -> int:
@@ -169,7 +157,7 @@ def suited_multiple(structure: Structure, config: Config) -> int:
         select(structure, torch.zeros(structure.units), cost=cost, keep=keep, round_to=MULTIPLE)
     except StructureError:  # so few channels cannot be reached in these steps
         return 1
-    return MULTIPLE if all(group.units >= NARROWEST for group in structure.groups) else 1
+    return MULTIPLE if all(group.units >= NARROWEST for group in structure.groups if not group.gone) else 1
 
 
 def _takes(model: nn.Module, example: Tensor) -> bool:
@@ -201,16 +189,13 @@ def as_batches(
 ) -> Source:
     """The user's data, in any of its forms, as a source of batches on the device; `as_is` leaves them as they are."""
     channels_last = device.type == "cuda"
-    if isinstance(data, str | os.PathLike):
-        data = load(os.fsdecode(data))
+    data = _opened(data, pairs=not as_is)
     if isinstance(data, Dataset):
         data = data.train
     if isinstance(data, StreamedData):
         return StreamBatches(data, config.batch_size or usual_batch(len(data)), config.seed, device, channels_last)
-    if isinstance(data, tuple) and (as_is or len(data) != 2):
+    if isinstance(data, tuple):
         data = Rows(tuple(map(torch.as_tensor, data)))
-    elif isinstance(data, tuple):
-        data = from_pair(*data, integers=True)
     elif isinstance(data, Mapping):
         data = Rows(data)
     if isinstance(data, ArrayData):
@@ -233,6 +218,13 @@ def as_batches(
     return StreamedBatches(data, steps, config.seed, device)
 
 
+def _opened(data: Data, *, pairs: bool = True) -> Data:
+    """The data set of a name or folder, the split in memory of a pair of tensors; anything else as it is."""
+    if isinstance(data, str | os.PathLike):
+        return load(os.fsdecode(data))
+    return from_pair(*data, integers=True) if pairs and isinstance(data, tuple) and len(data) == 2 else data
+
+
 def _has_length(data: object) -> bool:
     """True for a data set that knows its length: PyTorch's are all of one type, with one or without."""
     try:
@@ -246,12 +238,9 @@ def as_array(data: Data) -> ArrayData:
     if isinstance(data, DataLoader):
         parts = [(x, y) for x, y in data]
         data = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
-    if isinstance(data, str | os.PathLike):
-        data = load(os.fsdecode(data))
-    split = data.test if isinstance(data, Dataset) else data
+    split = _opened(data)
+    split = split.test if isinstance(split, Dataset) else split
     split = split.decoded() if isinstance(split, StreamedData) else split
-    if isinstance(split, tuple) and len(split) == 2:
-        split = from_pair(*split, integers=True)
     if not isinstance(split, ArrayData):
         raise DataError(f"data of type {type(data).__name__} cannot be used: give a DataLoader or a pair of tensors")
     return split
@@ -259,13 +248,10 @@ def as_array(data: Data) -> ArrayData:
 
 def held_out(data: Data, size: float, seed: int) -> tuple[Data, ArrayData]:
     """(training, validation): data in memory or on disk without `size` of its examples, a fraction or a number."""
-    if isinstance(data, str | os.PathLike):
-        data = load(os.fsdecode(data))
+    data = _opened(data)
     if isinstance(data, Dataset):
         train, held = held_out(data.train, size, seed)
         return replace(data, train=train), held  # pyright: ignore[reportArgumentType]
-    if isinstance(data, tuple) and len(data) == 2:
-        data = from_pair(*data, integers=True)
     if not isinstance(data, ArrayData | StreamedData):
         raise DataError(
             f"validation = {size:g} cannot be held out of a {type(data).__name__}: give data to validate on instead"
@@ -334,13 +320,7 @@ def check_loss(model: nn.Module, objective: Objective, config: Config, x: Any) -
                 calls.append((args, kwargs))
                 return network(*args, **kwargs)
 
-            try:
-                found = objective(called_by(network, call), x)
-            except DllpError:
-                raise
-            except Exception as error:  # whatever a stranger's loss or forward raises
-                which = "the loss" if objective.loss is not None else "the network"
-                raise DataError(f"{which} fails on a batch, {type(error).__name__}: {first_line(error)}") from error
+            found = objective(called_by(network, call), x)
             _check_value(found.loss, network, bool(calls))
     objective.residuals, objective.scored = found.residual is not None, found.scored
     if config.likelihood == "gaussian" and config.task == "classification" and not objective.residuals:
@@ -357,11 +337,8 @@ def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def _check_value(loss: Any, network: nn.Module, called: bool) -> None:
-    """Raise unless the loss is a finite scalar that depends on the network."""
-    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise StructureError(f"the loss is {what}: a scalar is needed, the mean over the batch")
+def _check_value(loss: Tensor, network: nn.Module, called: bool) -> None:
+    """Raise unless the loss is finite and depends on the network."""
     if not called:
         raise StructureError("loss does not call the network: compute it from what network(...) returns")
     learning = [p for p in network.parameters() if p.requires_grad]
@@ -579,14 +556,6 @@ def make_teacher(
 
 
 # ---- networks and their arguments
-
-
-def called_with(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A user's example as arguments of the network: a dict by name, a tuple or list in order, anything else alone."""
-    example = trees.plain(example)
-    if isinstance(example, dict):
-        return (), example
-    return (tuple(example), {}) if isinstance(example, (tuple, list)) else ((example,), {})
 
 
 def positional(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from dllp.api import Result, check_groups, collect, new_config
 from dllp.config import Config
+from dllp.devices import trees
 from dllp.devices.device import check_repeatable, find_device
 from dllp.devices.mesh import Axis, Place, merged
 from dllp.errors import ArtifactError, ConfigError, StructureError, check_count
-from dllp.prepare import as_float32, called_with, make_gating, positional
+from dllp.prepare import as_float32, make_gating, positional
 from dllp.structure.groups import FilterFn, discover
 from dllp.structure.trace import check_network
 from dllp.training import health
@@ -68,8 +69,9 @@ class Pruner(torch.optim.Optimizer):
         device = find_device(config.device)
         check_repeatable(device, config.deterministic)
         channels = gates and config.granularity == "channel"
-        self.example = positional(model, *called_with(example))
-        self.structure = discover(model, self.example, filter_fn=filter_fn, channels=channels, even=config.even)
+        self.example = positional(model, *trees.arguments(example))
+        options: dict[str, Any] = {"channels": channels, "units": config.units, "even": config.even}
+        self.structure = discover(model, self.example, filter_fn=filter_fn, **options)
         if channels:
             check_groups(self.structure)
         everyone = Axis()

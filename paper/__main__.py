@@ -10,12 +10,12 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
-from dllp.cli.parser import QUIET, Parser, add, add_fields
+from dllp.cli.parser import QUIET, Parser, add, add_fields, add_launcher
 from dllp.config import Config
 from dllp.errors import DllpError, Interrupted
+from dllp.runs.launch import KEPT
 from dllp.runs.settings import Task
 from paper.command import RESULTS, execute
-from paper.launch import KEPT
 from paper.tables import TABLES
 
 ABOUT = "Run what a table of the paper still lacks, and write the table from everything that is finished."
@@ -67,13 +67,7 @@ def add_options(parser: Parser) -> None:
     text = "Settings instead of the recipe's, or of a method's own, in a folder of its own."
     add(parser, "--set", str, text, nargs="+", metavar="NAME=VALUE")
     add(parser, "--shard", str, "Run the I-th of N shares of the jobs.", metavar="I/N")
-    text = "Where jobs run: worker processes of this machine, or a Ray cluster. (default: this process, one by one)"
-    add(parser, "--launcher", Literal["local", "ray"], text)
-    text = "Jobs at once. (default: one for each CUDA device, or 2; on Ray as many as the cluster holds)"
-    add(parser, "--jobs", int, text)
-    text = "Head of the Ray cluster: HOST:PORT, auto, or local. (default: $RAY_ADDRESS, or a Ray of its own)"
-    add(parser, "--address", str, text)
-    add(parser, "--cpus", int, "Processors for each job on Ray. (default: 1)")
+    add_launcher(parser)
     text = "Mark the finished jobs of these rows and seeds as superseded, for this reason, and run them again."
     add(parser, "--again", str, text, metavar="REASON")
     add(parser, "--list", bool, "Print the jobs and what is finished, and run nothing.")

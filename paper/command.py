@@ -5,7 +5,6 @@ Knows nothing of the terminal: whoever calls it hands over what shows progress.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 import sys
@@ -23,20 +22,18 @@ from dllp.data.unreadable import SkippedImage
 from dllp.devices.device import environment, find_device
 from dllp.errors import ConfigError
 from dllp.records import EpochRecord
+from dllp.runs.launch import Spread, check_launcher, finish, opened_pool
 from dllp.training.state import RunState
-from paper import cluster, summary, tables
+from paper import summary, tables
 from paper.coloured_digits import DATA, load_data
 from paper.jobs import Runner
-from paper.launch import Book, Spread, describe, finish, in_short, seen_data
+from paper.launch import Book, Settings, in_short, say_left_out, seen_data
 from paper.provenance import source
 from paper.store import Store
-from paper.workers import Processes, Settings, say_left_out
 
 RESULTS = "results"
 PLACES = ("out", "data", "data_root")
 """Options that name folders."""
-LAUNCHERS = {"local": ("jobs",), "ray": ("jobs", "address", "cpus")}
-"""Where jobs run besides this process, with the options of each."""
 Download = Callable[[], AbstractContextManager[Progress | None]]
 
 
@@ -84,7 +81,7 @@ def execute(
     if given.get("list"):
         finished = store.digests() | store.adoptable()
         for planned in plan:
-            print("done" if planned.job.digest in finished else "    ", planned.job.digest, describe(planned))
+            print("done" if planned.job.digest in finished else "    ", planned.job.digest, planned.name)
         print(f"{sum(planned.job.digest in finished for planned in plan)} of {len(plan)} jobs are finished")
         return
     try:
@@ -128,23 +125,28 @@ class _Work:
 
             def begin(planned: tables.Planned) -> None:
                 config = runner.config(planned.job)
-                shown.begin(describe(planned), config.epochs, config.budget[1])
+                shown.begin(planned.name, config.epochs, config.budget[1])
 
-            finish(self.plan, self._book(1), runner, begin=begin)
+            runner.splits.check(seen_data(self.store))
+            book = self._book(1)
+            finish(self.plan, book, runner.run, begin)
+            book.close()
 
     def elsewhere(self, download: Download) -> None:
         """In processes of this machine, or on a cluster."""
-        count = self.given.get("jobs")
-        if self.given["launcher"] == "ray":
-            with cluster.connected(self.given.get("address")):
-                settings = self._settings(cluster.device(self.given.get("device", "auto")))
-                self._spread(cluster.Cluster(settings, self.given.get("cpus", 1), count))
-            return
-        device = find_device(self.given.get("device", "auto"))
         reported: list[str] = []
-        with download() as bar:  # one download for all, and mistakes are errors before a process starts
-            self._load(bar, reported)
-        self._spread(Processes(self._settings(str(device), reported), count))
+        if self.given["launcher"] == "local":
+            with download() as bar:  # one download for all, and mistakes are errors before a process starts
+                self._load(bar, reported)
+
+        def report(text: str) -> None:
+            if not self.given.get("quiet"):
+                print(f"dllp: {text}", file=sys.stderr, flush=True)
+
+        with opened_pool(self.given, lambda device: self._settings(device, reported)) as pool:
+            book = self._book(pool.sharing)
+            Spread(tables.units(self.plan), pool, book, report).run()
+        book.close()
 
     def _load(self, bar: Progress | None, reported: list[str] | None = None) -> Dataset:
         """The data; images that cannot be read are reported, and added to `reported`."""
@@ -157,19 +159,12 @@ class _Work:
 
         return load_data(self.data, root=self.given.get("data_root"), progress=bar, report=report, **self._loading)
 
-    def _spread(self, pool: Processes | cluster.Cluster) -> None:
-        def report(text: str) -> None:
-            if not self.given.get("quiet"):
-                print(f"dllp: {text}", file=sys.stderr, flush=True)
-
-        Spread(self.plan, pool, self._book(pool.sharing), report).run()
-
     def _settings(self, device: str, reported: Sequence[str] = ()) -> Settings:
         """Places as seen from anywhere: workers may start in another folder."""
         data, root = self.data, self.given.get("data_root")
         data = data if data in (*names(), DATA) else _absolute(data)
         return Settings(
-            data, root and _absolute(root), device, self._precision(device), threads=1, loading=self._loading,
+            data, root and _absolute(root), self._precision(device), device=device, loading=self._loading,
             recompute=self._recompute, everywhere=self._everywhere, seen=seen_data(self.store), reported=reported,
             quiet=self.given.get("quiet", False),
         )  # fmt: skip
@@ -199,22 +194,9 @@ class _Work:
 
         def done(planned: tables.Planned, line: dict[str, Any]) -> None:
             if not self.given.get("quiet"):
-                print(f"{describe(planned)}: {in_short(line)}", flush=True)
+                print(f"{planned.name}: {in_short(line)}", flush=True)
 
         return Book(self.store, {"command": self.command, "processes": self.shards * sharing}, done)
-
-
-def check_launcher(given: Mapping[str, Any]) -> None:
-    """Raise where the options of a launcher do not fit it, or it is not installed."""
-    launcher = given.get("launcher")
-    for option in ("jobs", "address", "cpus"):
-        if option in given and option not in LAUNCHERS.get(launcher or "", ()):
-            able = " or ".join(f"--launcher {name}" for name, options in LAUNCHERS.items() if option in options)
-            raise ConfigError(f"--{option} needs {able}")
-        if option != "address" and given.get(option, 1) < 1:
-            raise ConfigError(f"{option} = {given[option]}: at least 1 is needed")
-    if launcher == "ray" and importlib.util.find_spec("ray") is None:
-        raise ConfigError("--launcher ray needs Ray: pip install 'dllp[ray]'")
 
 
 def _absolute(path: str) -> str:

@@ -18,9 +18,10 @@ import scipy
 
 from dllp.evaluation import weight_analysis
 from dllp.method import weight_laws
+from dllp.report.page import markdown_table
 from paper import render
 from paper.jobs import epochs_after_cut
-from paper.render import Lines, made_by, markdown_table, provenance
+from paper.render import Lines, made_by, provenance
 from paper.store import Store
 from paper.tables import Table, Variant
 

@@ -11,9 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from dllp.report.page import markdown_table
 from paper import render
 from paper.prediction_metrics import PredictionMetrics, stored_metrics
-from paper.render import Lines, made_by, markdown_table, provenance
+from paper.render import Lines, made_by, provenance
 from paper.store import CLEAN, OUTSIDE, Store
 from paper.tables import Table, Variant
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from dllp import zoo
 from dllp.api import Result, prune, train_dense
-from dllp.baselines import find as find_baseline
+from dllp.baselines import dynamic
+from dllp.baselines import find_any as find_baseline
 from dllp.baselines import run as baseline
 from dllp.baselines.run import FINETUNE_LR, masked
 from dllp.config import LONG, Config, Machine
@@ -365,8 +366,11 @@ class Runner:
     def _baseline(self, job: Job, data: Dataset, config: Config) -> Trained:
         """Another method by the dense network's recipe, then its fine-tuning."""
         config = replace(config, weight_decay=job.dense.config.resolved().weight_decay)  # not that of DLLP's weights
+        method = find_baseline(job.baseline)
+        if isinstance(method, dynamic.Dynamic):
+            return self._by_image(method, job, data, config)
         pruned = baseline.prune(
-            find_baseline(job.baseline), self._network(job), data, config, finetune_epochs=job.finetune,
+            method, self._network(job), data, config, finetune_epochs=job.finetune,
             finetune_lr=job.finetune_lr, trained=self._trained_dense(job, data) if job.derived else None,
             train=lambda verb, stage, model, data, config: verb(model, data, config, **self.watch),
         )  # fmt: skip
@@ -375,6 +379,30 @@ class Runner:
         detail |= moments(job, pruned.before, result)
         first = pruned.before.posterior if pruned.after else None
         return Trained(result.posterior, result.sizes, result.dense, spent(result), detail, first)
+
+    def _by_image(self, method: dynamic.Dynamic, job: Job, data: Dataset, config: Config) -> Trained:
+        """A method that chooses channels by image, from the dense network on; its cost is the evaluated images'."""
+        dense = self._trained_dense(job, data)
+        found, trainings = dynamic.prune(
+            method, dense.model, data, config, epochs=job.finetune, lr=job.finetune_lr,
+            train=lambda verb, stage, model, data, config: verb(model, data, config, **self.watch),
+        )  # fmt: skip
+        device = find_device(config.device)
+        found.network.to(device)
+        masks = torch.cat([found.masks(x.to(device)) for x in data.test.parts()])
+        costs, whole = found.costs(masks), dense_size(found.structure)
+        parts = zip(found.structure.groups, found.structure.slices, strict=True)
+        detail = {
+            "flops_of": dynamic.FLOPS_OF,
+            "flops_removed_p95": [1 - float(costs.quantile(0.95)) / whole.macs],
+            "gate_macs": sum(gate.macs for gate in found.gates),
+            "never_open": float((masks.amax(0) == 0).double().mean()),
+            "widths": {group.name: [float(masks[:, here].sum(1).mean()), group.units] for group, here in parts},
+            "history": brief([record for result in trainings for record in result.history]),
+        }
+        posterior = Posterior([found.network.cpu()], torch.ones(1))
+        seconds = spent(dense) + sum(map(spent, trainings))
+        return Trained(posterior, [Size(float(costs.mean()), found.params)], whole, seconds, detail)
 
     def _dense(self, job: Job, data: Dataset, config: Config) -> Trained:
         result = train_dense(self._network(job), data, config, **self.watch)

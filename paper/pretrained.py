@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dllp.baselines import find
-from paper.render import markdown_table
+from dllp.report.page import markdown_table
 from paper.tables import SPENT, WHOLE
 
 Row = Mapping[str, Any]

@@ -16,10 +16,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dllp.report.page import markdown_table
 from paper import render
 from paper.figures_3_4 import QUALITIES
 from paper.prediction_metrics import Metrics, Versions, from_probabilities, probabilities, stored_metrics
-from paper.render import Lines, made_by, markdown_table, provenance
+from paper.render import Lines, made_by, provenance
 from paper.store import CLEAN, OUTSIDE, Store
 from paper.tables import Table, Variant
 

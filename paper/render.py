@@ -20,19 +20,6 @@ PANEL = (3.4, 2.8)
 """Inches."""
 
 
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "", *, space: str = " ") -> str:
-    """A Markdown table.
-
-    Args:
-        align: `l` or `r` for each column; by default the first to the left, all others to the right.
-        space: Around the dashes below the head.
-    """
-    align = align or "l" + "r" * (len(head) - 1)
-    rule = "|".join(space + {"l": "---", "r": "---:"}[side] + space for side in align)
-    head_line, *lines = ("| " + " | ".join(cells) + " |" for cells in (head, *rows))
-    return "\n".join([head_line, f"|{rule}|", *lines])
-
-
 def distinct(values: Iterable[str]) -> str:
     """Values in the order in which they come, each once."""
     return ", ".join(dict.fromkeys(values))

@@ -11,8 +11,8 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from dllp import zoo
-from dllp.baselines import METHODS, Method, find, hyperparameters
-from dllp.baselines.protocol import PRIOR_SETTINGS
+from dllp.baselines import METHODS, Method, find_any, hyperparameters
+from dllp.baselines.protocol import PRIOR_SETTINGS, Published
 from dllp.config import Config
 from dllp.errors import ConfigError
 from paper.coloured_digits import DATA
@@ -86,7 +86,10 @@ class Variant:
         job = replace(job, seed=seed, validation=self.validation)
         if not self.epochs:
             return job
-        finetune = min(job.finetune, -(-self.epochs // 2))  # half of the training, as in the tables
+        least = (
+            2 if job.baseline and getattr(find_any(job.baseline), "before_cut", 0) else 1
+        )  # one of them before the cut
+        finetune = min(job.finetune, max(least, -(-self.epochs // 2)))  # half of the training, as in the tables
         pretrain = min(round(self.epochs * job.pretrain / job.epochs), self.epochs - 1)
         return replace(job, epochs=self.epochs, finetune=finetune, pretrain=pretrain)
 
@@ -141,7 +144,7 @@ def _with(job: Job, name: str, value: Any) -> Job | None:
         if job.baseline and name in ("particles", *PRIOR_SETTINGS):  # of dllp alone
             return None
         return replace(job, changes={**job.changes, name: value})
-    if job.baseline and name in hyperparameters(find(job.baseline)):
+    if job.baseline and name in hyperparameters(find_any(job.baseline)):
         method, _, text = job.baseline.partition(":")
         values = dict(pair.split("=") for pair in text.split(",") if pair) | {name: value}
         return replace(job, baseline=f"{method}:{','.join(f'{name}={value}' for name, value in values.items())}")
@@ -154,6 +157,11 @@ class Planned:
 
     row: Row
     job: Job
+
+    @property
+    def name(self) -> str:
+        """The job in words."""
+        return f"{self.row.name} seed {self.job.seed}"
 
 
 @dataclass(frozen=True)
@@ -244,10 +252,10 @@ def units(plan: Sequence[Planned]) -> list[list[Planned]]:
 
 
 def _work(unit: Sequence[Planned]) -> int:
-    """Networks to train, a fine-tuned one counted as half."""
+    """Networks to train, in halves: a fine-tuned one counts one."""
     own = (planned.job for planned in unit if planned.job.pretrain or not planned.job.derived)
     trained = sum(job.config.particles for job in own)
-    return max(trained + sum(planned.job.finetune > 0 for planned in unit) // 2, 1)
+    return max(2 * trained + sum(planned.job.finetune > 0 for planned in unit), 1)
 
 
 def table(name: str) -> Table:
@@ -279,12 +287,51 @@ def _baselines(network: str, removed: str) -> list[Row]:
     return [_baseline(method, network, removed) for method in METHODS.values()]
 
 
-def _baseline(method: Method, network: str, removed: str, seeds: tuple[int, ...] = THREE) -> Row:
-    published = next((figure for figure in method.published if figure.network == network), None)
+def _alike(network: str, removed: str) -> list[Row]:
+    """Methods with a published budget of their own, at the table's."""
+    return [
+        _baseline(METHODS[name], network, removed, own=False) for name in SEARCHED if _figure(METHODS[name], network)
+    ]
+
+
+def _figure(method: Method, network: str) -> Published | None:
+    return next((figure for figure in method.published if figure.network == network), None)
+
+
+def _baseline(method: Method, network: str, removed: str, seeds: tuple[int, ...] = THREE, own: bool = True) -> Row:
+    published = _figure(method, network) if own else None
     percent = removed if published is None else f"{published.removed:g}"
     job = Job(network, "baseline", method.granularity, kept(percent), baseline=tuned(method.name, network), finetune=30)
     wanted = () if published is None else (("published", published.drop),)
-    return Row(f"tuned-{method.name}-{percent}", job, seeds, wanted)
+    note = ""
+    if published is not None and method.name in SEARCHED:
+        note = (
+            f"The published drop of {method.title}, {published.drop:g} at {published.removed:g}%, is its authors' own."
+        )
+    return Row(f"tuned-{method.name}-{percent}", job, seeds, wanted, note=note)
+
+
+BY_IMAGE = {"fbs": "", "liws": "", "liws:after=5": ", the last 5 epochs with its thresholds", "rnp": "",
+            "rnp:fixed=2": ", control: always 2 of 4 groups"}  # fmt: skip
+"""Methods that choose channels by image, with settings; and what their rows say of these."""
+READ_ONLY = (
+    "LIWS knows the norm of a channel once it is computed, so that only the layers that read it are saved: of "
+    "ResNet-56, whose residual stream stays whole, at most 48.7% of the FLOPs."
+)
+
+
+def _by_image(network: str, removed: str, *texts: str, note: str = "") -> list[Row]:
+    """60 epochs whole and 30 with gates."""
+    rows = []
+    for text in texts:
+        method, name = find_any(text), text.translate({ord(":"): "-", ord("="): None})
+        job = Job(network, "baseline", keep=kept(removed), baseline=text, finetune=30)
+        figures = [f for f in method.published if (f.network, f"{f.removed:g}") == (network, removed)]
+        wanted = tuple(("re-run" if figure.rerun else "published", figure.drop) for figure in figures)
+        rows.append(
+            Row(f"dynamic-{name}-{removed}", job, THREE, wanted, note=note, title=method.title + BY_IMAGE[text])
+        )
+    return rows
 
 
 def kept(removed: str) -> float:
@@ -297,6 +344,8 @@ WHOLE = 60
 TAUGHT = {"teacher": "given"}
 BEST, REWOUND = ("l1-filters", "slimming", "sfp", "fpgm", "deephoyer"), ("l1-filters", "slimming")
 """Other methods whose fine-tuning is taught, and whose learning rate is rewound."""
+SEARCHED = ("ccp", "dcp", "amc")
+"""Methods that choose with labels: they have rows at the FLOPs of their papers and at the table's."""
 
 
 def _given(name: str, job: Job, seeds: tuple[int, ...] = THREE, epochs: int = 30, **wanted: float) -> Row:
@@ -397,6 +446,10 @@ def _table1() -> Table:
         *_fairer("resnet56", "55"),
         *_controls("resnet56", "55", {percent: tuple(MASKS) for percent in ("55", "90")}),
         _letter_row("resnet56", "55"),
+        *_by_image("resnet56", "55", "fbs", "rnp"),
+        *_by_image("resnet56", "50", "rnp:fixed=2"),
+        *_by_image("resnet56", "40", "liws", "liws:after=5", note=READ_ONLY),
+        *_alike("resnet56", "55"),
     ]  # fmt: skip
     return Table(
         "table1", "Table 1: ResNet-56 on CIFAR-10", tuple(rows), tuple(Quoted(m, "resnet56", *v) for m, *v in quoted)
@@ -418,6 +471,10 @@ def _table2() -> Table:
         *_fairer("vgg16_bn", "74.65"),
         *_controls("vgg16_bn", "74.65", {"74.65": tuple(MASKS), "90": RANDOM}),
         _letter_row("vgg16_bn", "74.65"),
+        *_by_image("vgg16_bn", "50", "fbs", "rnp"),
+        *_by_image("vgg16_bn", "70.6", "liws", "liws:after=5"),
+        *_by_image("vgg16_bn", "74.65", *BY_IMAGE),
+        *_alike("vgg16_bn", "74.65"),
     ]
     return Table(
         "table2", "Table 2: VGG-16 on CIFAR-10", tuple(rows), tuple(Quoted(m, "vgg16_bn", *v) for m, *v in quoted),
@@ -435,7 +492,7 @@ def _table3() -> Table:
         Row("dense", Job("resnet50", "dense")),
         Row("dllp-channel-65.95", Job("resnet50", "dllp", keep=kept("65.95")), wanted=(("drop", 1.5), ("gain", 0.0))),
         _given("given-channel-65.95", Job("resnet50", "dllp", keep=kept("65.95")), drop=0.0, gain=1.5),
-        *(_baseline(METHODS[name], "resnet50", "65.95", (0,)) for name in ("l1-filters", "slimming")),
+        *(_baseline(METHODS[name], "resnet50", "65.95", (0,)) for name in ("l1-filters", "slimming", "dcp", "ccp")),
     ]
     note = (
         "Quoted rows are the paper's, on ImageNet at 224x224. ResNet-50 has its ImageNet form (7x7 stem with stride 2, "

@@ -1,15 +1,16 @@
 """The protocol of a pruning method: how it trains, how it scores, what it repairs after the cut.
 
 A run (:mod:`dllp.baselines.run`) calls `settings` for the recipe of the first training, `penalty` before
-its first step, `after_step` after each, `scores` when it has ended, `repair` on the cut network. Gates, budget, cut and
-fine-tuning are the same for every method and for DLLP, so that a comparison is of methods and not of harnesses.
+its first step, `after_step` after each, `prepare` when it has ended, `scores`, and `repair` on the cut network. Gates,
+budget, cut and fine-tuning are the same for every method and for DLLP, so that a comparison is of methods and not of
+harnesses.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -23,21 +24,28 @@ from dllp.method.other_priors import Prior
 from dllp.structure.groups import Structure
 from dllp.structure.slicing import Recipe
 from dllp.training.gating import ChannelGating, Scales, WeightGating, channel_scales
+from dllp.training.objective import LossFn
 from dllp.training.particles import Particles
 
 PRIOR_SETTINGS = ("prior", "prior_scale")
 """Settings of DLLP's own prior, which no other method has."""
 Gradient = Callable[[Tensor], Tensor]
 """(n, P) rows -> (n, P): gradient of a penalty."""
+Examples = Callable[[int], Iterator[tuple[Tensor, Tensor]]]
+"""Number of training pairs -> the first so many of them, or all there are, batch by batch on the device."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A published figure: points of accuracy lost at so many percent of FLOPs removed, on CIFAR-10."""
+    """A published figure: points of accuracy lost at so many percent of FLOPs removed, on CIFAR-10.
+
+    `rerun` says who measured it, where it is known that the method's authors did not.
+    """
 
     network: str
     removed: float
     drop: float
+    rerun: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,9 @@ class Scene:
     Attributes:
         particles: One network and its row.
         inputs: Training inputs for methods that look at activations; empty during training.
+        examples: Labelled training pairs; none during training.
+        around: The module that `prepare` has put around the network, trained.
+        found: Weights that `scores` leaves for `repair`, by name, in their full shape.
     """
 
     particles: Particles
@@ -54,6 +65,9 @@ class Scene:
     gating: ChannelGating | WeightGating
     config: Config
     inputs: Tensor = field(default_factory=lambda: torch.empty(0))
+    examples: Examples = lambda count: iter(())
+    around: nn.Module | None = None
+    found: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def network(self) -> nn.Module:
@@ -94,6 +108,38 @@ class Scene:
             ranks[here] = order.double() / len(order)
         return ranks
 
+    def chosen(self, keep: Tensor, order: Tensor) -> Tensor:
+        """bool (U,) choice and (U,) order -> (U,) scores for a choice that is no ranking: 1 + s for its units, else s.
+
+        s in (0, 1) is the rank within the group: a choice that fits the budget stays, and the best of the other units
+        take the room that is left. Where more than half a percent would stay unused, `select` may exchange units.
+        """
+        return keep.double() + 0.9 * self.ranked(order)
+
+    def cost(self, keep: Tensor) -> Tensor:
+        """(..., U) kept units -> (...): cost over that of the whole network, as the budget counts it."""
+        cost = getattr(self.structure, self.config.budget[0])
+        return cost.expected(keep.double().cpu()) / cost.dense
+
+    def first(self, counts: list[int]) -> Tensor:
+        """The first so many units of each group -> bool (U,)."""
+        parts = zip(self.structure.groups, counts, strict=True)
+        return torch.cat([torch.arange(group.units) < count for group, count in parts])
+
+    def even(self) -> list[int]:
+        """Units of each group at the largest share, common to all groups, that the budget allows."""
+        units, budget = [group.units for group in self.structure.groups], self.config.budget[1] or 1.0
+        counts = [1] * len(units)
+        low, high = 0.0, 1.0
+        for _ in range(30):
+            share = (low + high) / 2
+            tried = [max(1, int(share * n)) for n in units]
+            if float(self.cost(self.first(tried))) <= budget:
+                low, counts = share, tried
+            else:
+                high = share
+        return counts
+
 
 @dataclass(frozen=True)
 class StepInfo:
@@ -114,6 +160,8 @@ class Method(ABC):
         paper, year: Where it comes from.
         granularity: What it removes.
         published: Figures to compare with.
+        labelled: It needs classes of training examples.
+        before_cut: Share of the fine-tuning's epochs that `prepare` takes.
     """
 
     name: ClassVar[str]
@@ -122,6 +170,8 @@ class Method(ABC):
     year: ClassVar[int]
     granularity: ClassVar[Granularity] = "channel"
     published: ClassVar[tuple[Published, ...]] = ()
+    labelled: ClassVar[bool] = False
+    before_cut: ClassVar[float] = 0.0
 
     def settings(self, config: Config) -> Config:
         """The recipe of the first training, by default the dense network's."""
@@ -133,6 +183,13 @@ class Method(ABC):
 
     def after_step(self, scene: Scene, info: StepInfo) -> None:  # noqa: B027 - nothing by default
         """Act on the weights after a step of the first training."""
+
+    def prepare(self, scene: Scene) -> tuple[nn.Module, LossFn]:
+        """A module around the scene's network, its attribute `network`, and their loss in a training before the cut.
+
+        Only of methods with a share `before_cut`; `scores` finds the module, trained, as `scene.around`.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def scores(self, scene: Scene) -> Tensor:
@@ -167,12 +224,12 @@ def check_range(most: float = 1e9, **values: float) -> None:
 
 def prior_penalty(scales: Scales, prior: Prior, strength: float, *parameters: float) -> Gradient:
     """Gradient of -strength * log prior of the units' sizes |scale|."""
-    at = scales.coordinates
+    at = scales.at
 
     def gradient(rows: Tensor) -> Tensor:
         scores = prior.unit_scores(scales.of(rows), scales.lengths, *parameters)
         result = torch.zeros_like(rows)
-        result[:, at] = strength * scales.pulls(rows, scores)[..., None] * rows[:, at]
+        result[:, at] = strength * scales.at_coordinates(scales.pulls(rows, scores)) * rows[:, at]
         return result
 
     return gradient

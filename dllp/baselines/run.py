@@ -1,4 +1,4 @@
-"""One run of a method: train, score, cut, verify, repair, and fine-tune where that is wanted.
+"""One run of a method: train, prepare, score, cut, verify, repair, and fine-tune where that is wanted.
 
 In fine-tuning removed weights stay zero, and cut networks train in widths of full speed: dead channels fill them up to
 a multiple of 8 and are taken away afterwards; on every device, so that a run can be resumed on another one.
@@ -7,7 +7,8 @@ a multiple of 8 and are taken away afterwards; on every device, so that a run ca
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from dllp.api import Result, train_dense
 from dllp.baselines.protocol import Method, Scene, StepInfo
 from dllp.config import Config
+from dllp.data import from_pair
 from dllp.devices.device import undisturbed
 from dllp.errors import ConfigError
 from dllp.posterior import posterior_of
@@ -36,7 +38,7 @@ Verb = Callable[..., Result]
 """Something like :func:`dllp.api.train_dense`."""
 Train = Callable[[Verb, str, nn.Module, Data, Config], Result]
 """Runs a verb as the named stage of a run."""
-TRAINED, FINETUNED = "trained", "finetuned"
+TRAINED, PREPARED, FINETUNED = "trained", "prepared", "finetuned"
 FINETUNE_LR = 0.25
 """Peak of the fine-tuning's learning rate, as a share of the training's."""
 IMAGES = 512
@@ -69,6 +71,7 @@ def prune(
     finetune_lr: float = FINETUNE_LR,
     filter_fn: FilterFn | None = None,
     trained: Result | None = None,
+    teacher: nn.Module | None = None,
     train: Train = lambda verb, stage, model, data, config: verb(model, data, config),
 ) -> Pruned:
     """Prune a network by `method`; the model itself is left as it was.
@@ -80,18 +83,31 @@ def prune(
             1 goes back to its peak (learning-rate rewinding).
         filter_fn: As for :func:`dllp.prune`.
         trained: A network trained by this recipe already, for a method that needs no training of its own.
-        train: Runs each of the two trainings, for whoever keeps checkpoints of them.
+        teacher: Teaches the fine-tuning in place of the whole network, such as the one that the method started from.
+        train: Runs each of the trainings, for whoever keeps checkpoints of them.
     """
     if config.budget[1] is None:
         raise ConfigError(f"{method.name} needs a budget: give keep_flops or keep_params, for example 0.45")
     method.refuse_priors(vars(config))
     if (config.granularity, method.granularity) == ("weight", "channel"):
         raise ConfigError(f"method {method.name} has granularity = channel: leave out granularity")
+    if config.units not in (None, "channels"):
+        raise ConfigError(f"method {method.name} scores channels, no branches: leave out units = {config.units}")
+    if method.labelled and config.task != "classification":
+        raise ConfigError(
+            f"method {method.name} needs classes, and task = {config.task} has none: choose another method"
+        )
+    early = math.ceil(method.before_cut * finetune_epochs)
+    if method.before_cut and finetune_epochs <= early:
+        raise ConfigError(
+            f"finetune_epochs = {finetune_epochs}: method {method.name} trains for a part of them before the cut, "
+            "give 2 at least, for example 30"
+        )
     decay = replace(config, granularity="channel").resolved().weight_decay  # the dense network's
     plain = replace(config, granularity=method.granularity, particles=1, weight_decay=decay).resolved()
     tuning = None
     if finetune_epochs:
-        tuning = replace(plain, epochs=finetune_epochs, lr=finetune_lr * plain.lr, init="given", warmup=0.0)
+        tuning = replace(plain, epochs=finetune_epochs - early, lr=finetune_lr * plain.lr, init="given", warmup=0.0)
     config = method.settings(replace(plain, teacher="off"))
     batches, example, structure, *_ = prepare(model, data, config, filter_fn, channels=config.granularity == "channel")
 
@@ -101,8 +117,22 @@ def prune(
     scene_of(Particles.start(model, config, torch.device("cpu")))  # a budget out of reach is an error before training
     if trained is None or method.trains:
         trained = train(regularised(method, scene_of), TRAINED, model, data, config)
-    whole = copy.deepcopy(trained.model).to(batches.device)
-    scene = replace(scene_of(Particles([whole])), inputs=sample(batches))
+    examples = partial(first_pairs, batches)
+    inputs = torch.cat([x for x, _ in examples(IMAGES)])
+
+    def trained_scene(network: nn.Module, around: nn.Module | None = None) -> Scene:
+        whole = Particles([copy.deepcopy(network).to(batches.device)])
+        return replace(scene_of(whole), inputs=inputs, examples=examples, around=around)
+
+    scene = trained_scene(trained.model)
+    if early and tuning is not None:
+        around, loss = method.prepare(scene)
+        pairs = from_pair(*data, integers=True) if isinstance(data, tuple) else data  # as they are without a loss
+        recipe = replace(tuning, epochs=early, teacher="off")
+        prepared = train(partial(train_dense, loss=loss), PREPARED, around, pairs, recipe)
+        around = prepared.model.to(batches.device)
+        scene = trained_scene(around.get_submodule("network"), around)
+        trained = replace(trained, history=_joined(trained.history, prepared.history))
     before = _cut(method, scene, trained, example)
     if tuning is None:
         return Pruned(before, None)
@@ -112,7 +142,7 @@ def prune(
     else:
         verb = widened_to_multiple(particle.reference, structure, before.gates["keep"][0])
     if tuning.teacher == "given":
-        verb = partial(verb, teacher=trained.model)
+        verb = partial(verb, teacher=trained.model if teacher is None else teacher)
     tuned = train(verb, FINETUNED, particle.network, data, tuning)
     after = replace(
         before,
@@ -120,21 +150,24 @@ def prune(
         particles=[replace(particle, network=tuned.model)],
         posterior=tuned.posterior,
         gates={**before.gates, "noise": tuned.gates["noise"]},
-        history=before.history + [{**r, "epoch": r["epoch"] + config.epochs} for r in tuned.history],
+        history=_joined(before.history, tuned.history),
         info={**before.info, "finetune_epochs": finetune_epochs, "finetune_lr": finetune_lr},
     )
     return Pruned(before, after)
 
 
-def sample(batches: Any) -> Tensor:
-    """(B, ...): the first training inputs."""
-    parts, count = [], 0
-    for x, _ in batches.epoch(0):
-        parts.append(x.contiguous())
-        count += len(x)
-        if count >= IMAGES:
+def first_pairs(batches: Any, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The first training pairs, batch by batch, as many as there are of `count`."""
+    for x, y in batches.epoch(0):
+        if count <= 0:
             break
-    return torch.cat(parts)[:IMAGES]
+        yield x[:count].contiguous(), y[:count]
+        count -= len(x)
+
+
+def _joined(first: list[dict[str, Any]], then: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records of two trainings, their epochs counted on."""
+    return first + [{**record, "epoch": record["epoch"] + len(first)} for record in then]
 
 
 def _cut(method: Method, scene: Scene, trained: Result, example: Tensor) -> Result:
@@ -182,7 +215,7 @@ def regularised(method: Method, scene_of: Callable[[Particles], Scene]) -> Verb:
     def step(state: RunState) -> None:
         method.after_step(scene[0], StepInfo(state.lr, state.progress, state.epoch_ends))
 
-    return _hooked(start, step)
+    return hooked(start, step)
 
 
 def masked(masks: Mapping[str, Tensor]) -> Verb:
@@ -194,10 +227,10 @@ def masked(masks: Mapping[str, Tensor]) -> Verb:
             state.particles.layout.segments[name].view(moving).mul_(mask.to(moving.device))
         state.hold(moving)
 
-    return _hooked(start)
+    return hooked(start)
 
 
-def _hooked(start: OnStep, step: OnStep | None = None) -> Verb:
+def hooked(start: OnStep | None = None, step: OnStep | None = None) -> Verb:
     """`train_dense` that calls `start` and `step` before the caller's own on_start and on_step."""
 
     def chain(*calls: OnStep | None) -> OnStep:

@@ -100,7 +100,7 @@ class SparseStructures(Slimming):
         threshold = info.lr * self.strength / (1 - scene.config.momentum) / scales.count
         size = scales.of(rows).abs()
         shrink = (1 - threshold / size.clamp_min(torch.finfo(rows.dtype).tiny)).clamp_min(0)
-        rows[:, scales.coordinates] *= shrink[..., None]
+        rows[:, scales.at] *= scales.at_coordinates(shrink)
 
 
 @dataclass(frozen=True)

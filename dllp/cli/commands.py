@@ -13,6 +13,7 @@ from dllp.cli import progress
 from dllp.cli.open_run import read_run
 from dllp.errors import ArtifactError, ConfigError
 from dllp.runs.folder import SPEED
+from dllp.runs.launch import KEPT
 
 OWN_PAPER = "Efficient Stein Variational Inference for Reliable Distribution-lossless Network Pruning"
 
@@ -31,7 +32,7 @@ def analyze(args: Namespace) -> None:
 
 def bench(args: Namespace) -> None:
     """Run what a table of the paper lacks; the parser has found the package `paper` of a checkout already."""
-    command, launch = import_module("paper.command"), import_module("paper.launch")
+    command = import_module("paper.command")
     given = {name: value for name, value in vars(args).items() if name not in ("command", "chosen")}
     quiet = given.get("quiet", False)
     try:
@@ -41,7 +42,7 @@ def bench(args: Namespace) -> None:
             reporter=lambda: progress.reporter(quiet, pause=60.0),
         )
     except KeyboardInterrupt as error:
-        error.add_note(launch.KEPT)
+        error.add_note(KEPT)
         raise
 
 
@@ -71,19 +72,24 @@ def export(args: Namespace) -> None:
 
 def methods(args: Namespace) -> None:
     """List every method with what it removes, its paper and year, and the figures that the paper states."""
-    from dllp.baselines import METHODS, hyperparameters
+    from dllp.baselines import DYNAMIC, METHODS, hyperparameters
 
     own = {"name": "dllp", "removes": "channels or weights", "year": 2023, "paper": OWN_PAPER}
     listed = [own | {"hyperparameters": {}, "published": []}]
-    for method in METHODS.values():
-        named = {"name": method.name, "removes": f"{method.granularity}s", "year": method.year, "paper": method.paper}
+    for method in (*METHODS.values(), *DYNAMIC.values()):
+        removes = f"{method.granularity}s" + (" by image: dllp bench only" if method.name in DYNAMIC else "")
+        named = {"name": method.name, "removes": removes, "year": method.year, "paper": method.paper}
         figures = [vars(figure) for figure in method.published]
         listed.append(named | {"hyperparameters": hyperparameters(method), "published": figures})
     if args.json is not None:
         files.write_json(Path(args.json), listed, named=True)
     width = max(len(entry["name"]) for entry in listed)
     for entry in listed:
-        figures = "".join(f"; {f['network']}: {f['drop']:g} lost at -{f['removed']:g}%" for f in entry["published"])
+        figures = "".join(
+            f"; {f['network']}: {f['drop']:g} lost at -{f['removed']:g}%"
+            + (f", re-run by {f['rerun']}" if f["rerun"] else "")
+            for f in entry["published"]
+        )
         settings = "".join(f"; {name} {value:g}" for name, value in entry["hyperparameters"].items())
         print(f"{entry['name']:{width}}  {entry['year']}  {entry['paper']} ({entry['removes']}{settings}{figures})")
 

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         args = parse(sys.argv[1:] if argv is None else argv)
         command = args.command
-        long = command in ("prune", "evaluate", "report", "structure")
+        long = command in ("prune", "compare", "evaluate", "report", "structure")
         run = getattr(import_module(f"dllp.cli.{command if long else 'commands'}"), "run" if long else command)
         if own_process:
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -27,13 +27,13 @@ from dllp.data.ood import same as same_data
 from dllp.data.ood import without
 from dllp.data.unreadable import Report, parse_fraction
 from dllp.errors import ArtifactError, ConfigError, DataError, first_line
-from dllp.evaluation.evaluate import DENSE
+from dllp.evaluation.evaluate import DENSE as DENSE_ROW
 from dllp.posterior import Posterior, posterior_of
-from dllp.runs import settings, trusted
+from dllp.runs import settings
 from dllp.runs.folder import DENSE_FILE, RUN, SETTINGS, member, particle_file, reference_file
 from dllp.runs.result import Run
 from dllp.runs.result import read_run as read_record
-from dllp.runs.settings import DLLP, Task
+from dllp.runs.settings import DENSE, DLLP, Task
 from dllp.runs.tensors import check_shapes, read_network
 
 LARGEST = 2**20
@@ -58,7 +58,11 @@ def configure(task: Task, values: Mapping[str, Any], data: Dataset | None = None
     """The configuration that suits the method and the data; the user's `values` win."""
     parse_fraction(task.max_bad)  # a bad value is an error before any data is read
     suited: dict[str, Any] = {}
-    if task.method != DLLP:
+    if task.method == DENSE:
+        if values.get("keep_flops") or values.get("keep_params"):
+            raise ConfigError("method dense removes nothing: leave out keep_flops and keep_params")
+        suited["particles"] = 1
+    elif task.method != DLLP:
         method = find_method(task.method)
         method.refuse_priors(values)
         suited = {"granularity": method.granularity, "particles": 1}
@@ -110,11 +114,11 @@ def check_import(task: Task, args: Namespace, whose: str, folder: Path | None = 
     """
     for name in task.code:
         what, path = {"model": "network"}.get(name, name), getattr(task, name)
-        known = folder is not None and trusted.is_trusted(folder, path)
+        known = folder is not None and settings.is_trusted(folder, path)
         if name not in args.chosen and not args.trust_imports and not known:
             raise ConfigError(f"{whose} {what} is code, {path}: name it with --{name}, or add --trust-imports")
     if folder is not None and args.trust_imports:
-        trusted.remember(folder, [getattr(task, name) for name in task.code])
+        settings.trust(folder, [getattr(task, name) for name in task.code])
 
 
 # ---- from a run folder
@@ -277,5 +281,5 @@ def disk(folder: Path, result: Result) -> dict[str, int]:
     """Bytes of every network of a run folder, by the name of its row."""
     sizes = {f"particle {i + 1}": member(folder, particle_file(i)).stat().st_size for i in range(len(result.particles))}
     if (folder / DENSE_FILE).exists():
-        sizes[DENSE] = member(folder, DENSE_FILE).stat().st_size
+        sizes[DENSE_ROW] = member(folder, DENSE_FILE).stat().st_size
     return sizes

@@ -15,8 +15,8 @@ from typing import Any, Literal, NoReturn, get_args
 
 from dllp import __version__
 from dllp.config import OPEN, Config, types_of
-from dllp.errors import ConfigError
-from dllp.runs.settings import SUFFIXES, TASK, Task, convert, near
+from dllp.errors import ConfigError, nearest
+from dllp.runs.settings import SUFFIXES, TASK, Task, convert
 
 ABOUT = "Neural networks made small by Bayesian pruning, with a posterior that says how far to trust what is left."
 NETWORKS = ("mlp", "resnet20", "resnet50", "resnet56", "small_cnn", "small_resnet", "vgg11_bn", "vgg16_bn")
@@ -60,7 +60,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if rest:
         word = next((word.partition("=")[0] for word in rest if word.startswith("-")), rest[0])
         known = commands.choices[args.command]._option_string_actions
-        raise ConfigError(f"unexpected argument {word}{near(word, known, args.command)}")
+        raise ConfigError(f"unexpected argument {word}: {nearest(word, known, f'see dllp {args.command} --help')}")
     given = vars(args)
     args.chosen = {name.removeprefix(CHOSEN): given.pop(name) for name in [*given] if name.startswith(CHOSEN)}
     return args
@@ -149,6 +149,17 @@ def _folder(parser: Parser) -> None:
     add(parser, "--shape", int, text, nargs="+")
 
 
+def add_launcher(group: Group) -> None:
+    """Options of commands that spread jobs; those that are not given leave no trace."""
+    text = "Where jobs run: worker processes of this machine, or a Ray cluster. (default: this process, one by one)"
+    add(group, "--launcher", Literal["local", "ray"], text, default=argparse.SUPPRESS)
+    text = "Jobs at once. (default: one for each CUDA device, or 2; on Ray as many as the cluster holds)"
+    add(group, "--jobs", int, text, default=argparse.SUPPRESS)
+    text = "Head of the Ray cluster: HOST:PORT, auto, or local. (default: $RAY_ADDRESS, or a Ray of its own)"
+    add(group, "--address", str, text, default=argparse.SUPPRESS)
+    add(group, "--cpus", int, "Processors for each job on Ray. (default: 1)", default=argparse.SUPPRESS)
+
+
 # ---- one function a command
 
 
@@ -171,6 +182,33 @@ def _prune(parser: Parser) -> None:
     add_fields(parser.add_argument_group("what to keep, and how long to train"), Config, MAIN)
     rest = [field.name for field in fields(Config) if field.name not in MAIN]
     add_fields(parser.add_argument_group("recipe"), Config, rest)
+    parser.set_defaults(brief=False)  # a run of `dllp compare` shows its epochs alone
+
+
+def _compare(parser: Parser) -> None:
+    about = "Prune a network by several methods, to several budgets, with several seeds, and compare what comes out."
+    _describe(parser, "compare", about, COMPARE)
+    group = parser.add_argument_group("data and network")
+    names = ("data", "model", "weights", "data_root", "image_size", "augment", "workers", "max_bad", "leave_out",
+             "validation", "threads")  # fmt: skip
+    add_fields(group, Task, names)
+    group = parser.add_argument_group("what to compare")
+    text = "`dllp` or any that `dllp methods` lists, as for --method of dllp prune. (default: dllp l1-filters fpgm)"
+    add(group, "--methods", str, text, nargs="+", metavar="METHOD")
+    add(group, "--keep-flops", float, "Fractions of the multiply-accumulates to keep.", nargs="+")
+    add(group, "--keep-params", float, "Fractions of the parameters to keep.", nargs="+")
+    add(group, "--seeds", int, "Number of seeds, counted from --seed.", default=3)
+    add(group, "--epochs", int, "Epochs of every method after the dense network's.", default=30)
+    text = "Epochs of the dense network. (default: 60, digits 30; none where the given network has learned its task)"
+    add(group, "--dense-epochs", int, text)
+    group = parser.add_argument_group("folder and output")
+    add(group, "--out", str, "Folder of the comparison, with a run folder for each run.", required=True, metavar="DIR")
+    add(group, *QUIET)
+    add_launcher(parser.add_argument_group("several runs at once"))
+    names = ("granularity", "particles", "batch_size", "lr", "optimizer", "weight_decay", "round_to", "gate_linear",
+             "seed", "init", "device", "precision", "deterministic", "recompute", "accumulate", "on_nan")  # fmt: skip
+    add_fields(parser.add_argument_group("recipe of all runs"), Config, names)
+    parser.set_defaults(methods=["dllp", "l1-filters", "fpgm"], trust_imports=False)
 
 
 def _evaluate(parser: Parser) -> None:
@@ -269,6 +307,7 @@ def _methods(parser: Parser) -> None:
 
 COMMANDS = {
     "prune": ("train and prune a network in one run", _prune),
+    "compare": ("prune by several methods and seeds, one table", _compare),
     "evaluate": ("measure the networks of a run folder", _evaluate),
     "analyze": ("say what a run did to the distribution of its weights", _analyze),
     "report": ("show a run as one HTML page, or compare several", _report),
@@ -310,6 +349,17 @@ teacher, rates that follow batch and epochs, and multiples of 8 channels where a
 gets 60 epochs (digits: 30) from lr 0.1 to 0.001, as does all with `--preset default`. Fewer than 10,000 training
 examples are taken in batches of 64, more in batches of 512; floating-point targets make a regression. The first lines
 of a run say what was chosen. Names may be written with dashes or underscores, here and in files."""
+COMPARE = """For each seed one dense network is trained, or taken as it is where it has learned its task. Every method
+starts from it, is taught by it, and has --epochs more: dllp in one run, a method that only cuts for its fine-tuning,
+one with a training of its own half for each. DIR holds a folder for each run, compare.md, compare.json and report.html.
+The same command goes on where it was stopped. Needs pip install 'dllp[onnx,report]'.
+
+examples:
+  dllp compare --data digits --model small_cnn --methods dllp l1-filters fpgm --keep-flops 0.5 --seeds 3 --out cmp
+  dllp compare --data photos --model my_package.nets:trained --keep-flops 0.5 0.3 --validation 0.1 --out cmp
+      images in photos/train/<class>/, a trained network from your own function; a tenth of them held out to choose by
+  dllp compare --data cifar10 --model resnet56 --init resnet56.safetensors --keep-flops 0.45 --jobs 4 --out cmp
+      four runs at once; --launcher ray --address head:6379 for the nodes of a cluster that share DIR"""
 EVALUATE = """examples:
   dllp evaluate runs/demo
   dllp evaluate runs/demo --corrupt gaussian-blur:1,2,3 sharpen noise:0.1 --json robustness.json

@@ -33,7 +33,7 @@ from dllp.records import EpochRecord
 from dllp.runs import pretrained, settings
 from dllp.runs.checkpoints import Checkpoints, Signals, interrupt
 from dllp.runs.folder import DENSE_FILE, EVALUATION, SETTINGS, TENSORBOARD, RunFolder, member
-from dllp.runs.settings import DLLP, Task
+from dllp.runs.settings import DENSE, DLLP, Task
 from dllp.runs.tensors import write_network
 from dllp.structure.slicing import copied
 from dllp.training import health
@@ -212,7 +212,7 @@ class _Pruning:
         self.args, self.ranks, self.folder, self.signals, self.task = args, ranks, folder, signals, task
 
     def run(self, values: dict[str, Any]) -> None:
-        quiet, out = self.args.quiet, self.folder.folder
+        quiet, out = self.args.quiet or self.args.brief, self.folder.folder
         data, config, model, new_head = prepared(self.ranks, self.task, values, self.leave_out, quiet)
         for text in new_head:
             progress.warn(text)
@@ -225,11 +225,13 @@ class _Pruning:
         if self.folder.resume and device.type == "cuda" and not config.deterministic and not quiet:
             print("on CUDA without --deterministic the result has the same quality, but is not equal bit for bit")
         before: Result | None = None
-        with progress.reporter(quiet) as self.shown:
+        with progress.reporter(self.args.quiet, 60.0 * self.args.brief) as self.shown:
             if task.method == DLLP:
                 result, dense = self.dllp(model, data, config, new_head)
+            elif task.method == DENSE:
+                result, dense = self.train(api.train_dense, DENSE, model, data, config), None
             else:
-                result, dense, before = self.other(model, data, config)
+                result, dense, before = self.other(model, data, config, new_head)
         result.info["data"] = asdict(describe(data))
         result.write_networks(out)
         if dense is not None:
@@ -284,14 +286,19 @@ class _Pruning:
         return result, dense
 
     def other(
-        self, model: torch.nn.Module, data: Dataset, config: Config
+        self, model: torch.nn.Module, data: Dataset, config: Config, new_head: list[str]
     ) -> tuple[Result, Posterior | None, Result | None]:
-        """Another method's trainings; its own network before the cut is what it is compared with."""
+        """Another method's trainings; compared with the given weights, or with its own network before the cut."""
         method, epochs = find_method(self.task.method), self.task.finetune_epochs
-        pruned = baseline.prune(method, model, data, config, finetune_epochs=epochs, train=self.train)
+        given = model if self.task.weights and not new_head else None
+        pruned = baseline.prune(method, model, data, config, finetune_epochs=epochs, teacher=given, train=self.train)
         result, noise = pruned.result, pruned.before.gates["noise"]
-        dense = posterior_of([result.reference], noise, config) if self.task.dense else None
-        result.info["dense_noise"] = float(noise[0])
+        whole = result.reference
+        if given is None:
+            result.info["dense_noise"] = float(noise[0])
+        else:
+            whole, noise = given.cpu().eval(), torch.tensor([torch.nan])
+        dense = posterior_of([whole], noise, config) if self.task.dense else None
         return result, dense, pruned.before if pruned.after else None
 
     def train(
@@ -342,7 +349,7 @@ class _Pruning:
             board.close()
         if held.signal is not None:  # it came after the last step
             raise Interrupted(held.signal)
-        if isinstance(data, Dataset) and result.history:
+        if isinstance(data, Dataset) and result.history and name != baseline.PREPARED:  # its loss is of several answers
             nothing = health.learned_nothing(result.history[-1]["loss"], data.train.y, config.budget[1])
             if nothing:
                 progress.warn(f"{name}: {nothing}")

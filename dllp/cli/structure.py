@@ -26,7 +26,7 @@ def run(args: Namespace) -> None:
     """Trace one forward, verify the cut, and print costs by kind of unit; nothing is trained."""
     task, _ = settings.split(args.chosen)
     model, example = subject(task, args)
-    report = {"model": task.model, **summary(discover(model, example))}
+    report = {"model": task.model, **summary(discover(model, example, units="both"))}
     if args.json is not None:
         files.write_json(Path(args.json), report, named=True)
     if not args.quiet:
@@ -51,14 +51,14 @@ def subject(task: Task, args: Namespace) -> tuple[nn.Module, Tensor]:
 
 
 def summary(structure: Structure) -> dict[str, Any]:
-    """Costs, groups with what is left where each keeps one unit, the same by kind of unit, and what stays whole."""
+    """Costs, groups with what is left where each keeps one unit (branches none), the same by kind, what stays whole."""
 
     def least(groups: Iterable[int]) -> dict[str, float]:
-        """Fractions of the dense cost that are left where these groups keep one unit each."""
+        """Fractions of the dense cost that are left where these groups keep one unit each, branches none."""
         gates = torch.ones(structure.units, dtype=torch.float64)
         for g in groups:
             here = structure.slices[g]
-            gates[here.start + 1 : here.stop] = 0
+            gates[here.start + (not structure.groups[g].gone) : here.stop] = 0
         costs = {"macs": structure.flops, "params": structure.params}
         return {name: float(cost.expected(gates)) / cost.dense for name, cost in costs.items()}
 

@@ -164,7 +164,7 @@ class Batches:
 
 
 def is_integer(x: Tensor) -> bool:
-    """Return whether inputs may be indices of an embedding; uint8 is an image."""
+    """True for inputs that may be indices of an embedding; uint8 is an image."""
     return x.dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,17 +70,11 @@ class LoaderBatches:
                 own.manual_seed(key.initial_seed())
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-        state = key.get_state()
         batches: Iterator[Any] | None = None
         for step in range(self.steps):
-            outside = torch.get_rng_state()
-            torch.set_rng_state(state)
-            try:
+            with _drawing_from(key):
                 batches = self._new_iterator() if batches is None else batches
                 batch = next(batches, None)
-            finally:
-                state = torch.get_rng_state()
-                torch.set_rng_state(outside)
             if batch is None:
                 raise DataError(f"the DataLoader ended at batch {step} of {self.steps}: its length is wrong")
             if step >= start_step:
@@ -143,7 +138,7 @@ class StreamedBatches:
             raise DataError("the first batch holds no tensor of examples: give (inputs, labels), or a dict of tensors")
 
     def _begin(self) -> None:
-        self._state = generator(self.seed, 5).get_state()
+        self._generator = generator(self.seed, 5)
         self._iterator: Iterator[Any] | None = None
         self._taken = 0
 
@@ -158,18 +153,13 @@ class StreamedBatches:
             yield trees.moved(self._next(), self.device), None
 
     def _next(self) -> Any:
-        outside = torch.get_rng_state()
-        torch.set_rng_state(self._state)
-        try:
+        with _drawing_from(self._generator):
             for fresh in (False, True):
                 if self._iterator is None or fresh:
                     self._iterator = iter(self.batches)
                 for batch in self._iterator:
                     self._taken += 1
                     return batch
-        finally:
-            self._state = torch.get_rng_state()
-            torch.set_rng_state(outside)
         raise DataError("the data yields no batch: check that it can be iterated again")
 
 
@@ -188,6 +178,17 @@ class Rows(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return trees.apply(self.tensors, lambda tensor: tensor[index])
+
+
+@contextmanager
+def _drawing_from(generator: torch.Generator) -> Iterator[None]:
+    """PyTorch's CPU random numbers come from `generator` inside; the global generator is left as it was."""
+    with torch.random.fork_rng(devices=()):
+        torch.set_rng_state(generator.get_state())
+        try:
+            yield
+        finally:
+            generator.set_state(torch.get_rng_state())
 
 
 def is_pair(batch: Any) -> bool:

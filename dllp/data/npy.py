@@ -19,7 +19,7 @@ FILES = ("train_x.npy", "train_y.npy", "test_x.npy", "test_y.npy")
 
 
 def present(folder: Path) -> bool:
-    """Return whether `folder` holds the four arrays of a data set."""
+    """True where `folder` holds the four arrays of a data set."""
     return all((folder / name).is_file() for name in FILES)
 
 

@@ -50,7 +50,7 @@ def find(name: str, like: ArrayData, *, left_out: ArrayData | None = None, root:
 
 
 def same(name: str, other: str) -> bool:
-    """Return whether both name the same data: the same word, or the same folder however its path is spelled."""
+    """True where both name the same data: the same word, or the same folder however its path is spelled."""
     words = {name, other} & {NOISE, LEFT_OUT, *names()}
     one, two = (os.path.realpath(os.path.expanduser(path)) for path in (name, other))
     return name == other or (not words and one == two)

@@ -206,7 +206,9 @@ def wider(result: Result, particle: int, shape: tuple[int, ...], multiple: int) 
         return chosen.network
     whole = plain(chosen.reference)
     fill(whole, chosen.network, kept_indices(whole, chosen.recipe))  # other methods train or mend what they have cut
-    structure = discover(whole, inputs(2, shape), filter_fn=chosen_again(result.whole), even=result.config.even)
+    again = chosen_again(result.whole)
+    options = {"units": result.config.units, "even": result.config.even}
+    structure = discover(whole, inputs(2, shape), filter_fn=again, **options)
     return padded(whole, structure, kept_units(whole, structure, chosen.recipe), multiple)[0].eval()
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dllp.api import Result
+from dllp.config import Units
 from dllp.deploy import runtimes
 from dllp.deploy.export import inputs, require_onnx
 from dllp.deploy.layers import LayerTime, holding_back, layers, torch_layers
@@ -26,7 +27,7 @@ from dllp.structure.padding import kept_units, padded, rounded
 __all__ = [
     "DENSE", "INT8", "ONNX", "PRUNED", "TORCH", "LayerTime", "Row", "Subject", "Timed", "advice", "as_dict", "compared",
     "describe",
-    "headline", "holding_back", "layers", "measure", "measure_torch", "multiples", "subjects",
+    "headline", "holding_back", "layers", "measure", "measure_onnx", "measure_torch", "multiples", "subjects",
     "torch_layers", "torch_rows",
 ]  # fmt: skip
 DENSE, PRUNED = "dense", "pruned"
@@ -47,23 +48,26 @@ def subjects(result: Result, shape: tuple[int, ...], *, particle: int = 0, round
     ]
     if not chosen.recipe:
         return both
-    again = chosen_again(result.whole)
-    return [*both, *multiples(chosen.reference, chosen.recipe, shape, round_to, again, even=result.config.even)]
+    config, again = result.config, chosen_again(result.whole)
+    return [
+        *both,
+        *multiples(chosen.reference, chosen.recipe, shape, round_to, again, config.units, even=config.even),
+    ]
 
 
 def multiples(
-    reference: nn.Module, recipe: Any, shape: tuple[int, ...], round_to: int, filter_fn: FilterFn | None = None, *,
-    even: bool = False,
+    reference: nn.Module, recipe: Any, shape: tuple[int, ...], round_to: int, filter_fn: FilterFn | None = None,
+    units: Units | None = None, *, even: bool = False,
 ) -> list[Subject]:  # fmt: skip
     """The pruned network with dead channels added, and with the widths that `round_to` would have chosen.
 
-    `filter_fn` and `even` are those of the run.
+    `filter_fn`, `units` and `even` are those of the run.
     """
     if round_to < 1:
         raise ConfigError(f"round_to = {round_to}: a positive number of channels is needed")
     if round_to == 1:
         return []
-    structure = discover(reference, inputs(2, shape), filter_fn=filter_fn, even=even)
+    structure = discover(reference, inputs(2, shape), filter_fn=filter_fn, units=units, even=even)
     keep = kept_units(reference, structure, recipe)
     ways = {f"padded to {round_to}": padded, f"rounded to {round_to}": rounded}
     return [Subject(f"{PRUNED}, {name}", *way(reference, structure, keep, round_to)) for name, way in ways.items()]
@@ -100,6 +104,11 @@ class Row:
     memory: int | None = None
     speedup: float | None = None
     share: float | None = None
+
+    @property
+    def undisturbed(self) -> float:
+        """Seconds of one batch on an idle machine: on one thread of a processor other programs do not count."""
+        return self.cpu if (self.device, self.threads) == ("cpu", 1) else self.median
 
     @property
     def throughput(self) -> float:
@@ -240,6 +249,22 @@ def measure_torch(
     disk = {s.name: sum(value.nbytes for value in s.network.state_dict().values()) for s in found}
     parts = [torch_rows(found, disk, {}, inputs(batch, shape), seconds=seconds, fewest=3) for batch in batches]
     return compared([row for part in parts for row in part])
+
+
+def measure_onnx(
+    found: Sequence[Subject], shape: tuple[int, ...], *, batches: Sequence[int] = (1,), seconds: float = 0.5
+) -> list[Row]:
+    """A brief measurement in onnxruntime on one thread of the processor, without int8 and peak memory."""
+    require_onnx()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [runtimes.written(subject, shape, Path(folder), i)[ONNX] for i, subject in enumerate(found)]
+        for batch in batches:
+            samples = runtimes.onnx_samples(paths, inputs(batch, shape), "cpu", 1, seconds)
+            for subject, path, part in zip(found, paths, samples, strict=True):
+                setting: dict[str, Any] = dict(device="cpu", threads=1, batch=batch)
+                rows.append(_row(subject, ONNX, part, path.stat().st_size, None, **setting))
+    return compared(rows)
 
 
 def torch_rows(

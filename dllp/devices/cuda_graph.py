@@ -88,7 +88,7 @@ class Capture:
         torch.cuda.current_stream().wait_stream(self.side)
 
     def _capture(self, key: Any, x: Any, y: Any) -> bool:
-        graph, static_x, static_y = torch.cuda.CUDAGraph(), trees.cloned(x), trees.cloned(y)
+        graph, static_x, static_y = torch.cuda.CUDAGraph(), *(trees.apply(part, torch.clone) for part in (x, y))
         graph.register_generator_state(self.generator)
         gc.collect()  # a graph of an earlier run that is freed during a capture would break it off
         try:

@@ -62,7 +62,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def use_fastest_threads(work: Callable[[], object]) -> int:
-    """Set PyTorch to one CPU thread or to all it has, whichever does `work` sooner now; returns their number.
+    """Set PyTorch to one CPU thread or to all it has, whichever runs `work` faster now; return their number.
 
     On a busy machine threads that wait for each other take several times as long as one. A number that the user has
     set by OMP_NUM_THREADS stays.

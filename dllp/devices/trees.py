@@ -20,6 +20,14 @@ def plain(batch: Any) -> Any:
     return batch
 
 
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs as arguments of a network: a dict by name, a tuple or list in order, anything else alone."""
+    inputs = plain(inputs)
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
+
+
 def apply(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The batch with every tensor changed."""
     return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, batch)
@@ -71,11 +79,6 @@ def signature(batch: Any) -> Any:
     """Structure, shapes, dtypes and plain values of a batch: equal for batches that one CUDA graph can serve."""
     leaves, structure = tree_flatten(batch)
     return str(structure), tuple((x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
-
-
-def cloned(batch: Any) -> Any:
-    """A copy with tensors of its own."""
-    return apply(batch, torch.clone)
 
 
 def copy_(target: Any, source: Any) -> None:

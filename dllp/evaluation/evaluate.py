@@ -89,9 +89,9 @@ class Evaluation:
         shown = ("accuracy", "rmse", "nll", "ece", "auroc", "fpr95")
         lines = []
         for row in self.rows:
-            figures = [f"{name} {row.metrics[name]:.4f}" for name in shown if name in row.metrics]
+            values = [f"{name} {row.metrics[name]:.4f}" for name in shown if name in row.metrics]
             costs = [] if row.macs is None else [f"{row.macs:,.0f} MACs"]
-            lines.append(f"{row.data:<12} {row.name:<14} {'  '.join([*figures, *costs])}")
+            lines.append(f"{row.data:<12} {row.name:<14} {'  '.join([*values, *costs])}")
         return "\n".join(lines)
 
     def besides(self) -> dict[str, Any]:

@@ -46,8 +46,8 @@ def sample_gates(
     for particle, row in zip(result.particles, logits, strict=True):
         fold = _fold(result, particle.reference, particle.gated, example)
         for _ in range(draws):
-            logistic = gates.logistic_noise(row.shape, generator)
-            z = gates.relax(row, temperature, logistic) if temperature else gates.discretise(row + logistic).float()
+            z = gates.sample(row, temperature or 1.0, torch.rand(row.shape, generator=generator))
+            z = z if temperature else z.round()  # open with probability theta at any temperature
             networks.append(copy.deepcopy(particle.reference).eval())
             fold_in(networks[-1], fold, z)
     return posterior_of(networks, result.posterior.noise.repeat_interleave(draws), result.config)
@@ -60,7 +60,8 @@ def _fold(result: Result, network: nn.Module, gated: tuple[str, ...], example: T
         fold = WeightFold({name: network.get_parameter(name).shape for name in gated})
         found = sum(fold.sizes)
     else:
-        structure = discover(network, example[:2].cpu(), filter_fn=chosen_again(result.whole), even=result.config.even)
+        options = {"units": result.config.units, "even": result.config.even}
+        structure = discover(network, example[:2].cpu(), filter_fn=chosen_again(result.whole), **options)
         found, fold = structure.units, Fold(network, structure.groups)
     if found != units:
         raise DataError(f"the run has {units} gates but the network {found}: a filter_fn chose what may be gated")

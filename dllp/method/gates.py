@@ -6,8 +6,6 @@ passed in, so that a step can be replayed and captured.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -25,16 +23,6 @@ def to_logistic(noise: Tensor) -> Tensor:
     margin = torch.finfo(noise.dtype).eps / 2
     inside = noise.clamp(margin, 1 - margin)
     return inside.log() - (-inside).log1p()
-
-
-def logistic_noise(
-    shape: Sequence[int],
-    generator: torch.Generator | None = None,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """shape -> (*shape): independent standard logistic draws, for :func:`relax`."""
-    return to_logistic(torch.rand(tuple(shape), generator=generator, device=device, dtype=dtype))
 
 
 def relax(logit: Tensor, tau: Tensor | float, logistic: Tensor) -> Tensor:

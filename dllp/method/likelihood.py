@@ -97,9 +97,12 @@ def residuals(outputs: Tensor, targets: Tensor, task: Task) -> Tensor:
 
 
 def gaussian_log_likelihood(residual: Tensor, log_d: Tensor) -> Tensor:
-    """Equation 9, mean over examples: C (log d - log(2 pi)/2) - d^2 |r|^2 / 2 with d a root precision."""
-    outputs = residual.shape[1]
-    return outputs * (log_d - 0.5 * math.log(2 * math.pi)) - 0.5 * (2 * log_d).exp() * residual.square().sum(1).mean()
+    """(B, C) residuals, () or (B,) log d -> (): equation 9, mean over examples, with d a root precision.
+
+    C (log d - log(2 pi)/2) - d^2 |r|^2 / 2.
+    """
+    fit = (2 * log_d).exp() * residual.square().sum(1)
+    return (residual.shape[1] * (log_d - 0.5 * math.log(2 * math.pi)) - 0.5 * fit).mean()
 
 
 def split_noise(outputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,19 +111,12 @@ def split_noise(outputs: Tensor) -> tuple[Tensor, Tensor]:
     return outputs[:, :-1], HEAD_BOUND * (outputs[:, -1] / HEAD_BOUND).tanh()
 
 
-def input_log_likelihood(residual: Tensor, log_d: Tensor) -> Tensor:
-    """Equation 9 with a root precision (B,) for each input, mean over examples."""
-    outputs = residual.shape[1]
-    fit = (2 * log_d).exp() * residual.square().sum(1)
-    return (outputs * (log_d - 0.5 * math.log(2 * math.pi)) - 0.5 * fit).mean()
-
-
 def head_loss(residual: Tensor, log_d: Tensor) -> Tensor:
     """Loss of d(x): equation 9 negated, its residuals detached, so that d(x) fits them and does not excuse them.
 
     Divided by 2C, the Fisher information of log d: whatever the number of outputs, a step is a natural one.
     """
-    return -input_log_likelihood(residual.detach(), log_d) / (2 * residual.shape[1])
+    return -gaussian_log_likelihood(residual.detach(), log_d) / (2 * residual.shape[1])
 
 
 def noise_gradient(residual: Tensor, log_d: Tensor) -> Tensor:
@@ -128,13 +124,8 @@ def noise_gradient(residual: Tensor, log_d: Tensor) -> Tensor:
     return residual.shape[1] - (2 * log_d).exp() * residual.square().sum(1).mean()
 
 
-def fit_noise(residual: Tensor) -> Tensor:
-    """(B, C) residuals -> the maximum-likelihood variance 1/d^2; Brier score / C for classification."""
-    return residual.square().mean()
-
-
 def fitted(noise: float, outputs: int) -> dict[str, float]:
-    """The maximum-likelihood variance 1/d^2 of C outputs, and equation 9 at that d; the latter is unbounded at 0."""
+    """The maximum-likelihood variance 1/d^2, the mean squared residual, and equation 9 at that d, unbounded at 0."""
     values = {"fitted_noise": noise}
     if noise > 0:
         values["log_likelihood"] = -0.5 * outputs * (math.log(2 * math.pi * noise) + 1)

@@ -54,15 +54,10 @@ def precision_parts(w: Tensor, logit: Tensor, slab: Tensor | float, spike: Tenso
     return odds.sigmoid() * (slab * slab), (-odds).sigmoid() * (spike * spike)
 
 
-def precision(w: Tensor, logit: Tensor, slab: Tensor | float, spike: Tensor | float) -> Tensor:
-    """(...) -> (...): r lambda^2 + (1 - r) epsilon^2, the precision with which the prior pulls to zero."""
-    in_slab, in_spike = precision_parts(w, logit, slab, spike)
-    return in_slab + in_spike
-
-
 def score(w: Tensor, logit: Tensor, slab: Tensor | float, spike: Tensor | float) -> Tensor:
     """(...) -> (...): closed-form gradient of :func:`log_prob` in the weight."""
-    return -precision(w, logit, slab, spike) * w
+    in_slab, in_spike = precision_parts(w, logit, slab, spike)
+    return -(in_slab + in_spike) * w
 
 
 def gate_score(w: Tensor, logit: Tensor, slab: Tensor | float, spike: Tensor | float) -> Tensor:

@@ -182,13 +182,11 @@ def _at_columns(values: Tensor, index: Tensor, columns: int) -> Tensor:
 
 @torch.no_grad()
 def kernelized_discrepancy(
-    particles: Tensor, scores: Tensor, *, num_data: float = 1, bandwidth: Bandwidth = "median", blocks: Blocks = None,
-    unbiased: bool = True,
-) -> Tensor:  # fmt: skip
+    particles: Tensor, scores: Tensor, *, num_data: float = 1, bandwidth: Bandwidth = "median", blocks: Blocks = None
+) -> Tensor:
     """(n, P), (n, P) -> (): squared kernelized Stein discrepancy between the particles and exp(N l).
 
-    The U-statistic (mean over i != j, may be negative) or, with `unbiased=False`, the V-statistic (mean over all
-    i, j, never negative), summed over blocks. A diagnostic; at least two particles are needed.
+    The V-statistic, a mean over all pairs i, j, summed over blocks; at least two particles are needed.
     """
     x, s = _at_least_float32(particles), _at_least_float32(scores) * num_data
     if blocks == "coordinate":
@@ -197,10 +195,10 @@ def kernelized_discrepancy(
     else:
         lengths = _indexed(blocks, x).lengths
         columns = zip(x[None].split(lengths, 2), s[None].split(lengths, 2), strict=True)
-    return torch.stack([_stein_kernel_mean(a, b, bandwidth, unbiased).sum() for a, b in columns]).sum()
+    return torch.stack([_stein_kernel_mean(a, b, bandwidth).sum() for a, b in columns]).sum()
 
 
-def _stein_kernel_mean(x: Tensor, s: Tensor, bandwidth: Bandwidth, unbiased: bool) -> Tensor:
+def _stein_kernel_mean(x: Tensor, s: Tensor, bandwidth: Bandwidth) -> Tensor:
     """(B, n, D), (B, n, D) -> (B,): mean of the Stein kernel over pairs of particles, for B blocks of equal length.
 
     u(x, y) = k [ s_x.s_y + (2/h)(s_x - s_y).(x - y) + 2D/h - 4|x - y|^2/h^2 ].
@@ -212,10 +210,7 @@ def _stein_kernel_mean(x: Tensor, s: Tensor, bandwidth: Bandwidth, unbiased: boo
     cross = s @ x.mT
     own = cross.diagonal(dim1=1, dim2=2)
     drift = own[:, :, None] + own[:, None, :] - cross - cross.mT
-    u = kernel(square, h) * (s @ s.mT + (2 / h) * drift + 2 * width / h - 4 * square / h**2)
-    if unbiased:
-        return (u.sum((1, 2)) - u.diagonal(dim1=1, dim2=2).sum(1)) / (n * (n - 1))
-    return u.mean((1, 2))
+    return (kernel(square, h) * (s @ s.mT + (2 / h) * drift + 2 * width / h - 4 * square / h**2)).mean((1, 2))
 
 
 def _pairs(n: int) -> list[tuple[int, int]]:

@@ -106,7 +106,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def correct_rows(
     rows: Tensor, momentum: Tensor, at: Tensor, excess: Tensor, lr: Tensor | float, healthy: Tensor, inertia: float
 ) -> None:
-    """Take `excess` (n, U, M) at the coordinates `at` (U, M) out of the step that :func:`update_rows` has just made.
+    """Take `excess` (n, K) at the coordinates `at` (K,) out of the step that :func:`update_rows` has just made.
 
     The step enters velocity and weights linearly, so that it is as if it had never been in it.
     """

@@ -1,6 +1,6 @@
-"""How weights are distributed, and what pruning leaves of it: Section 9, equations 7 and 8.
+"""The distribution of weights, and what pruning leaves of it: Section 9, equations 7 and 8.
 
-Pure functions of one-dimensional arrays. "Lossless" in figures: a kept part that still looks like the Gaussian it came
+Pure functions of one-dimensional arrays. "Lossless" in numbers: a kept part that still looks like the Gaussian it came
 from has a near-zero ratio of 1, no excess kurtosis, one mode, and a small distance to its Gaussian. Hard pruning by
 magnitude has a ratio of 0 and two modes.
 """
@@ -20,7 +20,7 @@ Array = NDArray[np.float64]
 WIDTH = 0.1
 """Half width of the bin around zero, in standard deviations."""
 FEWEST = 30
-"""Fewer weights than this are not described: every figure would be noise."""
+"""Fewer weights than this are not described: every statistic would be noise."""
 SAMPLE, DIP_SAMPLE = 100_000, 5_000
 """Weights that distances and fits look at, and the dip test, whose power grows with their number."""
 HEAVIEST = 1e8
@@ -46,7 +46,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Shape:
-    """The figures of a set of weights, of :func:`describe`.
+    """Statistics of a set of weights, of :func:`describe`.
 
     Attributes:
         count, std: Of all weights.
@@ -70,7 +70,7 @@ class Shape:
 
 
 def describe(weights: ArrayLike, reference: ArrayLike | None = None, *, fits: bool = True) -> Shape | None:
-    """(m,) -> every figure of a set of weights; None for fewer than 30, or for weights that are all the same.
+    """(m,) -> every statistic of a set of weights; None for fewer than 30, or for weights that are all the same.
 
     Distances and fits are taken on 100,000 of them, the dip on 5,000, drawn with a fixed seed.
     """
@@ -90,7 +90,7 @@ def describe(weights: ArrayLike, reference: ArrayLike | None = None, *, fits: bo
         count=len(w),
         std=float(w.std()),
         near_zero=near_zero_ratio(w),
-        kurtosis=excess_kurtosis(w),
+        kurtosis=float(scipy.stats.kurtosis(w)),
         ks=gaussian_distance(some),
         dip=statistic,
         dip_p=p_value,
@@ -106,12 +106,6 @@ def near_zero_ratio(weights: ArrayLike) -> float:
     """(m,) -> P(|w| < 0.1 s) over what a Gaussian of the same s has there: 1 for a Gaussian, 0 for a cut tail."""
     w = _flat(weights)
     return float((np.abs(w) < WIDTH * w.std()).mean() / math.erf(WIDTH / math.sqrt(2)))
-
-
-def excess_kurtosis(weights: ArrayLike) -> float:
-    """(m,) -> fourth central moment over the squared variance, less the Gaussian's 3."""
-    w = _flat(weights)
-    return float((((w - w.mean()) / w.std()) ** 4).mean() - 3)
 
 
 def gaussian_distance(weights: ArrayLike) -> float:

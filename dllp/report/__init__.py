@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from dllp.report import compare, latency, training, trust, verdict, weights
 from dllp.report.contents import Run, Speed, read
+from dllp.report.figures import Section
 from dllp.report.page import render, require_plotly
 
 __all__ = ["Run", "Speed", "build", "read", "require_plotly"]
@@ -16,9 +17,9 @@ SECTIONS = (
 )  # fmt: skip
 
 
-def build(runs: Sequence[Run]) -> bytes:
-    """The page of one run, or of several compared."""
-    if len(runs) > 1:
-        return render(f"{len(runs)} runs compared", compare.sections(runs))
+def build(runs: Sequence[Run], first: Sequence[Section] = ()) -> bytes:
+    """The page of one run, or of several compared, with sections that come `first` on it."""
+    if len(runs) > 1 or first:
+        return render(f"{len(runs)} runs compared", [*first, *compare.sections(runs)])
     (run,) = runs
     return render(f"dllp report: {run.name}", [found for section in SECTIONS if (found := section(run)) is not None])

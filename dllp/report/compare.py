@@ -1,11 +1,12 @@
-"""Several runs beside each other: quality against cost with the Pareto front, speed-ups, and different settings."""
+"""Several runs beside each other: quality against cost and time with Pareto fronts, speed-ups, different settings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from dllp.deploy.speed import describe, headline
+from dllp.deploy.speed import DENSE as DENSE_SUBJECT
+from dllp.deploy.speed import PRUNED, describe, headline
 from dllp.errors import ArtifactError
 from dllp.evaluation.evaluate import BEFORE, DENSE, TOGETHER
 from dllp.report.contents import Run
@@ -17,11 +18,11 @@ KINDS = (DENSE, "particle 1", TOGETHER)
 
 @dataclass(frozen=True)
 class Point:
-    """One network of one run: its cost, and its quality (more is better)."""
+    """One network of one run: its cost, FLOPs or time, and its quality (more is better)."""
 
     run: str
     network: str
-    macs: float
+    cost: float
     quality: float
 
 
@@ -33,7 +34,7 @@ def sections(runs: Sequence[Run]) -> list[Section]:
     named = {f"{name} ({i + 1})" if names.count(name) > 1 else name: runs[i] for i, name in enumerate(names)}
     return [
         Section("verdict", "Verdict", lead=_lead(named), markup=_table(named)),
-        Section("front", "Quality against cost", plots=(_pareto(named), *_speedups(named))),
+        Section("front", "Quality against cost", plots=(_pareto(named), *_latency(named), *_speedups(named))),
         Section("settings", "Where the settings differ", markup=_differences(named)),
     ]
 
@@ -41,7 +42,7 @@ def sections(runs: Sequence[Run]) -> list[Section]:
 def front(points: Sequence[Point]) -> list[Point]:
     """The points that no other beats, by cost: none is at least as good for at most the cost, and better in one."""
     best: list[Point] = []
-    for point in sorted(points, key=lambda p: (p.macs, -p.quality)):
+    for point in sorted(points, key=lambda p: (p.cost, -p.quality)):
         if not best or point.quality > best[-1].quality:
             best.append(point)
     return best
@@ -63,35 +64,60 @@ def _points(runs: Mapping[str, Run]) -> list[Point]:
 
 
 def _pareto(runs: Mapping[str, Run]) -> Plot:
-    name, sign = _measure(runs)
     points = _points(runs)
+    caption = (
+        "Circles are dense networks, squares single particles, diamonds the ensembles of a run's particles, which cost "
+        "the sum; triangles are further particles. On the front, nothing is both cheaper and better."
+        + (" A click in the legend shows the networks as they were cut, before fine-tuning."
+           * any(p.network == BEFORE for p in points))
+    )  # fmt: skip
+    return _against("pareto", "FLOPs", caption, runs, points, axis("multiply-accumulates of one example", type="log"))
+
+
+def _latency(runs: Mapping[str, Run]) -> list[Plot]:
+    """Quality of each run's first particle against its time, in a setting in which all were measured."""
+    times = {label: {(r.network, describe(r)): r for r in run.speed.rows} for label, run in runs.items() if run.speed}
+    shared = set.intersection(*map(set, times.values())) if times else set()
+    row = headline([row for key, row in next(iter(times.values()), {}).items() if key in shared])
+    if row is None:
+        return []
+    named = {"particle 1": (PRUNED, describe(row)), DENSE: (DENSE_SUBJECT, describe(row))}
+    points = [
+        replace(p, cost=1e3 * times[p.run][named[p.network]].undisturbed / row.batch)
+        for p in _points(runs)
+        if p.run in times and p.network in named and named[p.network] in shared
+    ]
+    caption = f"Time of one example: {describe(row)}. Circles are dense networks, squares pruned ones."
+    return [_against("times", "measured time", caption, runs, points, axis("milliseconds of one example"))]
+
+
+def _against(
+    name: str, title: str, caption: str, runs: Mapping[str, Run], points: Sequence[Point], cost: dict[str, object]
+) -> Plot:
+    """Quality against a cost, with the front; runs of one series have one colour."""
+    quality, sign = _measure(runs)
     best = front(points)
-    traces = [line("Pareto front", short(p.macs for p in best), [sign * p.quality for p in best], GREY, "dash")]
+    traces = [line("Pareto front", short(p.cost for p in best), [sign * p.quality for p in best], GREY, "dash")]
     before = [p for p in points if p.network == BEFORE]
-    for i, label in enumerate(runs):
-        own = [p for p in points if p.run == label and p not in before]
+    series = {label: run.series or label for label, run in runs.items()}
+    for i, label in enumerate(dict.fromkeys(series.values())):
+        own = [p for p in points if series[p.run] == label and p not in before]
         symbols = [MARKS[KINDS.index(p.network) if p.network in KINDS else 3] for p in own]
+        texts = [plot_text(p.network if p.run == label else f"{p.run}, {p.network}", 60) for p in own]
         traces.append(marks(
-            label, [p.macs for p in own], short(sign * p.quality for p in own),
-            {"color": CYCLE[i % len(CYCLE)], "size": 12, "symbol": symbols}, text=[plot_text(p.network) for p in own],
-            hovertemplate="%{text}: %{x:.4s} MACs, %{y}<extra>%{fullData.name}</extra>",
+            label, [p.cost for p in own], short(sign * p.quality for p in own),
+            {"color": CYCLE[i % len(CYCLE)], "size": 12, "symbol": symbols}, text=texts,
+            hovertemplate="%{text}: %{x:.4s}, %{y}<extra>%{fullData.name}</extra>",
         ))  # fmt: skip
     if before:  # most are at chance: they would stretch the axis, until somebody asks for them
         traces.append(marks(
-            BEFORE, [p.macs for p in before], short(sign * p.quality for p in before),
+            BEFORE, [p.cost for p in before], short(sign * p.quality for p in before),
             {"color": GREY, "size": 12, "symbol": MARKS[3]}, text=[plot_text(p.run) for p in before],
             visible="legendonly",
         ))  # fmt: skip
-    return Plot(
-        "pareto", f"{'RMSE' if name == 'rmse' else 'Accuracy'} against FLOPs",
-        "Circles are dense networks, squares single particles, diamonds the ensembles of a run's particles, which cost "
-        "the sum; triangles are further particles. On the front, nothing is both cheaper and better."
-        + (" A click in the legend shows the networks as they were cut, before fine-tuning." * bool(before)),
-        traces,
-        {"xaxis": axis("multiply-accumulates of one example", type="log"),
-         "yaxis": axis(name, tickformat=".1%" if name == "accuracy" else "~g")},
-        height=420,
-    )  # fmt: skip
+    layout = {"xaxis": cost, "yaxis": axis(quality, tickformat=".1%" if quality == "accuracy" else "~g")}
+    title = f"{'RMSE' if quality == 'rmse' else 'Accuracy'} against {title}"
+    return Plot(name, title, caption, traces, layout, height=420)
 
 
 def _speedups(runs: Mapping[str, Run]) -> list[Plot]:

@@ -20,7 +20,7 @@ from dllp.runs import result
 from dllp.runs.folder import CORRUPTIONS, EVALUATION, LOG, SPEED, member
 
 BRIEF = "a brief look in PyTorch; dllp speed measures more"
-"""How a page's own times were measured, where the run has none."""
+"""Source of a page's own times, where the run has none."""
 Uncertainty = Literal["aleatoric", "epistemic"]
 
 
@@ -57,6 +57,7 @@ class Run(result.Run):
         settings, command: All settings, and the command that repeats the run.
         speed, pictures: Added by the command line where the folder does not hold them.
         missing: Section -> why something is not shown, and how to get it.
+        series: Runs of one series have one colour on a page of several; by default each its own.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Run(result.Run):
     command: str = ""
     pictures: list[Picture] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
+    series: str = ""
 
     @property
     def clean(self) -> dict[str, Row]:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dllp.errors import one_line
+
 LONGEST = 80
 Trace = dict[str, Any]
 # Okabe and Ito's palette, readable for the colour-blind on light and dark ground; shapes and dashes differ as well.
@@ -58,11 +60,8 @@ class Section:
 
 
 def plain(text: object, longest: int = LONGEST) -> str:
-    """One line without control or direction characters, of limited length."""
-    line = " ".join(str(text).split())
-    if not line.isprintable():
-        line = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in line)
-    return line if len(line) <= longest else line[: longest - 1] + "…"
+    """One line without control or direction characters."""
+    return one_line(text, longest)
 
 
 def plot_text(text: object, longest: int = 40) -> str:

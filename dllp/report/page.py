@@ -67,6 +67,19 @@ def table(heads: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     return f'<div class="scroll" tabindex="0">{content}</div>'
 
 
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "", *, space: str = " ") -> str:
+    """A Markdown table.
+
+    Args:
+        align: `l` or `r` for each column; by default the first to the left, all others to the right.
+        space: Around the dashes below the head.
+    """
+    align = align or "l" + "r" * (len(head) - 1)
+    rule = "|".join(space + {"l": "---", "r": "---:"}[side] + space for side in align)
+    head_line, *lines = ("| " + " | ".join(cells) + " |" for cells in (head, *rows))
+    return "\n".join([head_line, f"|{rule}|", *lines])
+
+
 def note(text: str) -> str:
     """A sentence in place of something that is missing."""
     return f'<p class="note">{html_text(text, 400)}</p>' if text else ""

@@ -169,28 +169,15 @@ def split(folder: Path, recipe: Recipe, gated: Sequence[str]) -> list[Layer]:
     return [layer for layer in layers if len(layer.spike)]
 
 
-def _by_recipe(shape: torch.Size, sides: Mapping[str, list[int]], count: int) -> Tensor:
+def _by_recipe(shape: torch.Size, entries: Mapping[str, list[int]], count: int) -> Tensor:
     """Mask of the `count` weights that a recipe keeps. Outputs come first, but in transposed convolutions inputs do."""
-    if any(i < 0 for part in sides.values() for i in part):
+    if any(i < 0 for part in entries.values() for i in part):
         raise IndexError
     masks = []
-    named = {
-        int(axis): part
-        for entry, part in sides.items()
-        for what, _, axis in [entry.rpartition(".")]
-        if what == "weight"
-    }
-    if named:
+    for sides in (("out", "in"), ("in", "out")):
         keep = torch.ones(shape, dtype=torch.bool)
-        for dim, part in named.items():
-            lost = torch.ones(shape[dim], dtype=torch.bool)
-            lost[part] = False
-            keep.transpose(0, dim)[lost] = False
-        return keep
-    for order in (("out", "in"), ("in", "out")):
-        keep = torch.ones(shape, dtype=torch.bool)
-        for dim, side in enumerate(order):
-            part = sides.get(side)
+        for dim in range(len(shape)):
+            part = entries.get(f"weight.{dim}", entries.get(sides[dim]) if dim < 2 else None)
             if part and max(part) < shape[dim]:  # the inputs of grouped convolutions are counted over all groups
                 lost = torch.ones(shape[dim], dtype=torch.bool)
                 lost[part] = False

@@ -38,7 +38,7 @@ class Run:
     """The content of run.json, as far as it is relied on.
 
     Attributes:
-        config: Fields of :class:`dllp.Config` by name, sound.
+        config: Fields of :class:`dllp.Config` by name, valid.
         recipes: Kept channels of each module, for each particle.
         gated: Parameters whose single weights were pruned.
         dense, sizes: Costs of the original network and of each particle.

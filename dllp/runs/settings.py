@@ -6,8 +6,8 @@ neither PyTorch nor, before a file is read, yaml: `dllp --help` and benches on b
 
 from __future__ import annotations
 
-import difflib
 import math
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -17,9 +17,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from dllp import files
 from dllp.config import LONG, RETIRED, Config, check_retired, fits, in_words, types_of
-from dllp.errors import ConfigError
+from dllp.errors import ArtifactError, ConfigError, nearest
 
-DLLP = "dllp"
+DLLP, DENSE = "dllp", "dense"
+"""Methods of this package itself: its own, and plain training of the whole network."""
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 """Endings of files with trained weights."""
 SETTINGS_BYTES = 2**16
@@ -50,7 +51,7 @@ class Task:
         validation: Fraction or number of training examples to hold out, and to evaluate on instead of the test set.
         dense: Compare with the dense network: the given one, or one trained by the same recipe where init is fresh.
         method: `dllp`, or one of the methods that `dllp methods` lists, trained by the same recipe to the same budget;
-            with hyperparameters, for example `polarization:strength=1e-4,t=1.1`.
+            with hyperparameters, for example `polarization:strength=1e-4,t=1.1`. `dense` trains and removes nothing.
         finetune_epochs: Epochs of training after the cut, for other methods than dllp.
         threads: CPU threads of the run; by default one or all, whichever is faster as it starts. Bits depend on them.
     """
@@ -182,13 +183,6 @@ def _converted(value: Any, kind: Any) -> Any:
     raise ValueError
 
 
-def near(name: str, known: Iterable[str], command: str = "prune") -> str:
-    """The end of a message about an unknown name: the known one that is most like it, or where all are listed."""
-    bare = {each.lstrip("-"): each for each in known}  # the dashes that all options have make none of them alike
-    found = difflib.get_close_matches(name.lstrip("-"), bare, n=1)
-    return f": did you mean {bare[found[0]]}?" if found else f": see dllp {command} --help"
-
-
 # ---- files
 
 
@@ -203,7 +197,7 @@ def read(path: Path) -> dict[str, Any]:
         for name, value in values.items():
             name = str(name).replace("-", "_")
             if name not in kinds and name not in RETIRED:
-                raise ConfigError(f"unknown name {name!r}{near(name, kinds)}")
+                raise ConfigError(f"unknown name {name!r}: {nearest(name, kinds, 'see dllp prune --help')}")
             found[name] = convert(name, value, kinds[name]) if name in kinds else value
         found = check_retired(found)
         task, rest = split(found)
@@ -238,3 +232,33 @@ def write(task: Task, config: Config, left_out: Iterable[str] = ()) -> bytes:
 
     values = asdict(task) | config.as_dict()
     return yaml.safe_dump({k: v for k, v in values.items() if k not in left_out}, sort_keys=False).encode()
+
+
+# ---- code that a user has trusted for a run folder
+
+
+def is_trusted(folder: Path, code: str) -> bool:
+    """True where a user trusted `package.module:factory` for this folder before."""
+    return code in _trusted().get(str(folder.resolve()), ())
+
+
+def trust(folder: Path, code: Iterable[str]) -> None:
+    """Remember code as trusted for this folder; where that cannot be written, commands ask again."""
+    known, key = _trusted(), str(folder.resolve())
+    wanted = sorted({*known.get(key, ()), *code})
+    if wanted != known.get(key, []):
+        with suppress(ArtifactError):
+            files.write_json(_trust_file(), known | {key: wanted})
+
+
+def _trusted() -> dict[str, list[str]]:
+    """Absolute folder -> code that may be imported for it; a file that cannot be read trusts nothing."""
+    try:
+        return files.typed(dict[str, list[str]], files.read_json(_trust_file()), _trust_file())
+    except ArtifactError:
+        return {}
+
+
+def _trust_file() -> Path:
+    """Never in a run folder: whoever hands one over must not be able to say what may be imported from it."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "dllp" / "trusted.json"

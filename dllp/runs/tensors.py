@@ -67,7 +67,7 @@ def read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 @contextmanager
 def _opened(path: Path, limit: int | None = None) -> Iterator[Any]:
-    """A safetensors file whose header is sound; :func:`dllp.files.cap` holds whatever `limit` says."""
+    """A safetensors file with a valid header; :func:`dllp.files.cap` holds whatever `limit` says."""
     if not files.contained(path.parent, path).exists():
         raise ArtifactError(f"{path} is missing: the run folder is incomplete")
     with files.open_plain(path) as file:

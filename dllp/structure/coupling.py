@@ -47,7 +47,7 @@ def components(model: nn.Module, trace: Trace, forbidden: Container[str]) -> tup
             averaged = any(piece.role == "mean" for piece in slices[atom])
             kind = "width" if averaged else "head" if atom in heads else "channel"
             multiple = math.gcd(ALIGNED, atom.size) if atom in aligned else 1
-            groups[atom] = Group(name, atom.size, tuple(slices[atom]), width, kind, multiple)
+            groups[atom] = Group(name, atom.size, tuple(slices[atom]), width, kind, multiple=multiple)
         else:
             atom.why = reason
     for _, found in order:

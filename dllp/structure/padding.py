@@ -57,7 +57,7 @@ def rounded(model: nn.Module, structure: Structure, keep: Tensor, multiple: int)
     units, kept = [group.units for group in structure.groups], [int(keep[part].sum()) for part in structure.slices]
     steps, budget = structure.steps(multiple), _macs(structure, keep)
     counts = [
-        k if k == most else min(max(k // step * step, step), most)
+        k if k in (0, most) else min(max(k // step * step, step), most)
         for k, most, step in zip(kept, units, steps, strict=True)
     ]
     grown = True
@@ -65,7 +65,7 @@ def rounded(model: nn.Module, structure: Structure, keep: Tensor, multiple: int)
         grown = False
         for g in sorted(range(len(counts)), key=lambda g: counts[g] - kept[g]):
             more = [*counts[:g], min(counts[g] + steps[g], units[g]), *counts[g + 1 :]]
-            if more != counts and _macs(structure, _with_counts(structure, keep, more)) <= budget:
+            if counts[g] and more != counts and _macs(structure, _with_counts(structure, keep, more)) <= budget:
                 counts, grown = more, True
     chosen = _with_counts(structure, keep, counts)
     return cut(model, recipe(model, structure.groups, chosen)), _macs(structure, chosen)
@@ -92,6 +92,9 @@ def kept_units(model: nn.Module, structure: Structure, kept: Recipe) -> Tensor:
     places = kept_indices(model, kept)
     shapes = {name: tensor.shape for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     for group, part in zip(structure.groups, structure.slices, strict=True):
+        if group.gone:
+            keep[part] = not any(entry in kept.get(name, {}) for name, entry in group.gone)
+            continue
         piece = next(piece for piece in group.slices if piece.role == "write")
         shape = shapes[piece.name]
         left = places[piece.name] // math.prod(shape[piece.axis + 1 :]) % shape[piece.axis]
@@ -108,6 +111,8 @@ def fill(model: nn.Module, small: nn.Module, places: Mapping[str, Tensor]) -> No
     """Write a cut network's parameters and buffers back into the full one, at `places` from `kept_indices`."""
     values = small.state_dict()
     for name, tensor in model.state_dict().items():
+        if name not in values:  # of a branch that is gone
+            continue
         flat = tensor.flatten()
         flat[places[name].flatten()] = values[name].flatten().to(tensor.dtype)
         tensor.copy_(flat.view_as(tensor))  # which may not be contiguous

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,33 +17,35 @@ NEAR = 0.005
 """A budget counts as met when at most this fraction of the dense cost is left unused."""
 
 
+class Chunk(NamedTuple):
+    """Units that are taken together: of a group `owner`, or a branch with the best units of the groups in it.
+
+    `holders` are the units of the branches around it, without which it cannot be.
+    """
+
+    owner: int
+    units: Tensor
+    score: float
+    holders: list[int]
+
+
 def select(structure: Structure, logits: Tensor, *, cost: Cost, keep: float | None, round_to: int = 1) -> Tensor:
     """logits (U,) -> bool (U,): the units to keep; cost at most `keep` * dense, or logits > 0 without `keep`.
 
     Units are taken in descending order of their logits, in chunks of `round_to` channels within each group (of an even
     cut: within all groups that are cut alike); the best chunk of each group always stays. After the first chunk that
     does not fit, smaller ones use the remaining budget; where that is still much, the last chunk of a group is
-    exchanged for others that use more of it.
+    exchanged for others that use more of it. A residual branch is taken with the best chunk of each group in it, by the
+    least of their logits, and goes with all of them.
     """
     scores = logits.detach().to("cpu", torch.float64)
     if scores.shape != (structure.units,) or bool(scores.isnan().any()):
         raise StructureError(f"logits must be {structure.units} numbers, one for each unit, and none of them NaN")
-    chunks: list[Tensor] = []
-    owners: list[int] = []
-    means: list[float] = []
     kept = torch.zeros(structure.units, dtype=torch.bool)
-    for owner, members in enumerate(_tied(structure, round_to)):
-        orders = [scores[part].argsort(descending=True, stable=True) + part.start for part, _ in members]
-        parts = [order.split(step) for order, (_, step) in zip(orders, members, strict=True)]
-        best, *others = zip(*parts, strict=True)
-        kept[torch.cat(best)] = True
-        chunks += [torch.cat(chunk) for chunk in others]
-        owners += [owner] * len(others)
-        means += [sum(scores[part].mean().item() for part in chunk) / len(chunk) for chunk in others]
-    ranking = sorted(range(len(chunks)), key=lambda i: -means[i])
+    ranking, inside = (_even_ranking if structure.even else _ranking)(structure, scores, round_to, kept)
     if keep is None:
-        for i in ranking:
-            kept[chunks[i]] |= means[i] > 0
+        for chunk in ranking:
+            kept[chunk.units] |= chunk.score > 0
         return kept
     cost = cost.to("cpu", torch.float64)
     budget = keep * cost.dense * (1 + 1e-12)
@@ -54,23 +57,64 @@ def select(structure: Structure, logits: Tensor, *, cost: Cost, keep: float | No
             f"{'lower round_to, ' if round_to > 1 else ''}or {WEIGHTS_INSTEAD}"
             f"{_reasons(structure)}"
         )
-    return _nearest(kept, [(owners[i], chunks[i]) for i in ranking], cost, budget)
+    return _nearest(kept, ranking, inside, cost, budget)
 
 
-def _tied(structure: Structure, round_to: int) -> list[list[tuple[slice, int]]]:
-    """Groups that are cut alike: the units of each, and how many of them a chunk has."""
-    steps = structure.steps(round_to)
-    if not structure.even:
-        return [[member] for member in zip(structure.slices, steps, strict=True)]
+def _ranking(
+    structure: Structure, scores: Tensor, round_to: int, kept: Tensor
+) -> tuple[list[Chunk], dict[int, list[int]]]:
+    """The chunks in the order they are taken in, and the units inside each branch; sets those that always stay."""
+    holders, parts = structure.holders, structure.slices
+    chunks = [
+        list((scores[part].argsort(descending=True, stable=True) + part.start).split(step))
+        for part, step in zip(parts, structure.steps(round_to), strict=True)
+    ]
+    inside = {b: [parts[b].start] for b, group in enumerate(structure.groups) if group.gone}
+    first = {b: [chunks[b][0]] for b in inside}  # what a branch is taken with
+    for g, around in enumerate(holders):
+        for b in around:
+            inside[b] += range(parts[g].start, parts[g].stop)
+        if g not in inside and around:
+            first[max(around, key=lambda b: len(holders[b]))].append(chunks[g].pop(0))
+        elif g not in inside:
+            kept[chunks[g].pop(0)] = True
+    # a branch whose units are all closed is closed, and so are the units of a closed branch
+    own = {b: min(scores[units].mean().item() for units in found) for b, found in first.items()}
+    ranking = []
+    for g, around in enumerate(holders):
+        most = min((own[b] for b in around), default=np.inf)
+        units = [parts[b].start for b in around]
+        for chunk in [torch.cat(first[g])] if g in inside else chunks[g]:
+            score = own[g] if g in inside else scores[chunk].mean().item()
+            ranking.append(Chunk(g, chunk, min(score, most), units))
+    # of equal ones branches come first, those around others before them
+    ranking.sort(key=lambda chunk: (-chunk.score, chunk.owner not in inside, len(chunk.holders)))
+    return ranking, inside
+
+
+def _even_ranking(
+    structure: Structure, scores: Tensor, round_to: int, kept: Tensor
+) -> tuple[list[Chunk], dict[int, list[int]]]:
+    """As `_ranking`, for groups of equally many channels that are cut alike: a chunk has units of each of them."""
+    steps, ranking = structure.steps(round_to), []
     alike: dict[int, list[int]] = {}
     for g, group in enumerate(structure.groups):
         alike.setdefault(group.channels, []).append(g)
-    result = []
-    for channels, members in alike.items():
-        per_unit = [channels // structure.groups[g].units for g in members]
-        chunk = math.lcm(*(each * steps[g] for each, g in zip(per_unit, members, strict=True)))
-        result.append([(structure.slices[g], chunk // each) for each, g in zip(per_unit, members, strict=True)])
-    return result
+    for owner, (channels, members) in enumerate(alike.items()):
+        per_unit = {g: channels // structure.groups[g].units for g in members}
+        size = math.lcm(*(per_unit[g] * steps[g] for g in members))
+        parts = []
+        for g in members:
+            here = structure.slices[g]
+            order = scores[here].argsort(descending=True, stable=True) + here.start
+            parts.append(order.split(size // per_unit[g]))
+        best, *others = zip(*parts, strict=True)
+        kept[torch.cat(best)] = True
+        for chunk in others:
+            score = sum(scores[units].mean().item() for units in chunk) / len(chunk)
+            ranking.append(Chunk(owner, torch.cat(chunk), score, []))
+    ranking.sort(key=lambda chunk: -chunk.score)
+    return ranking, {}
 
 
 def _reasons(structure: Structure) -> str:
@@ -81,15 +125,15 @@ def _reasons(structure: Structure) -> str:
     return f" (whole are {'; '.join(f'{name}: {structure.whole[name]}' for name in names[:3])})" if names else ""
 
 
-def _nearest(kept: Tensor, ranking: list[tuple[int, Tensor]], cost: Cost, budget: float) -> Tensor:
+def _nearest(kept: Tensor, ranking: list[Chunk], inside: dict[int, list[int]], cost: Cost, budget: float) -> Tensor:
     """Fill the budget; while more than `NEAR` of it is unused, try to exchange a group's last chunk for others."""
     kept, now = _fill(kept, ranking, cost, budget, set())
     while budget - now > NEAR * cost.dense:
-        last = {owner: chunk for owner, chunk in ranking if bool(kept[chunk[0]])}
+        last = {chunk.owner: chunk.units for chunk in ranking if bool(kept[chunk.units[0]])}
         options = []
         for owner, chunk in last.items():
             fewer = kept.clone()
-            fewer[chunk] = False
+            fewer[inside.get(owner, chunk)] = False
             options.append(_fill(fewer, ranking, cost, budget, {owner}))
         more, new = max(options, key=lambda option: option[1], default=(kept, now))
         if new <= now * (1 + 1e-12):
@@ -98,9 +142,7 @@ def _nearest(kept: Tensor, ranking: list[tuple[int, Tensor]], cost: Cost, budget
     return kept
 
 
-def _fill(
-    kept: Tensor, ranking: list[tuple[int, Tensor]], cost: Cost, budget: float, closed: set[int]
-) -> tuple[Tensor, float]:
+def _fill(kept: Tensor, ranking: list[Chunk], cost: Cost, budget: float, closed: set[int]) -> tuple[Tensor, float]:
     """Take chunks in order while they fit, and return their cost; a group whose next chunk does not fit is closed."""
     signals, weight, linear = cost.signals.numpy(), cost.weight.numpy(), cost.linear.numpy()
     columns = [column.numpy() for column in cost.factors.unbind(1)]
@@ -108,8 +150,8 @@ def _fill(
     products = _products(counts, columns, weight)
     now = cost.expected(kept.double()).item()
     kept = kept.clone()
-    for owner, chunk in ranking:
-        if owner in closed or bool(kept[chunk[0]]):
+    for owner, chunk, _, holders in ranking:
+        if owner in closed or bool(kept[chunk[0]]) or not bool(kept[holders].all()):
             continue
         index = chunk.numpy()
         more = counts + signals[index].sum(0)

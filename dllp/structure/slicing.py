@@ -23,12 +23,14 @@ from torch.utils._pytree import tree_leaves
 from dllp.errors import StructureError, first_line
 from dllp.records import Recipe
 from dllp.structure import attributes
-from dllp.structure.attention import shrink
-from dllp.structure.following import follow
+from dllp.structure.branches import GONE, check_removal, remove, within
+from dllp.structure.following import follow, shrink
 from dllp.structure.means import GATE, gate_means, plain_means
 
 Side = Literal["out", "in"]
-Role = Literal["write", "read", "mean", "size"]
+Role = Literal["write", "read", "mean", "size", "branch"]
+TENSORS = ("write", "read", "branch")
+"""Roles of slices that name a tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +40,8 @@ class Slice:
     Attributes:
         name: A parameter or buffer; of a `mean` the module that takes it, of a `size` the module and its attribute.
         axis: Axis of the tensor; of a mean counted from the last one; of a size the position in the attribute.
-        role: `read` for an axis of a parameter that is added up, where gates multiply; `write` for any other.
+        role: `read` for an axis of a parameter that is added up, where gates multiply; `write` for any other; `branch`
+            for a parameter of a branch's last affine map, which its gate multiplies and no axis of which is cut.
     """
 
     name: str
@@ -56,7 +59,7 @@ class Slice:
     @property
     def key(self) -> tuple[bool, str, int]:
         """The place that is cut: slices of several groups may cut one axis."""
-        return self.role in ("write", "read"), self.name, self.axis
+        return self.role in TENSORS, self.name, self.axis
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +68,9 @@ class Group:
 
     Attributes:
         width: Output channels of that layer for each unit.
-        kind: `channel`, `head` where products are computed for each unit by itself, `width` under a norm.
+        kind: `channel`, `head` where products are computed for each unit by itself, `width` under a norm; `branch` for
+            a residual branch, which is one unit.
+        gone: Modules that a closed branch removes, and the recipe's entry of each.
         multiple: A kernel that reads them takes multiples of so many units only.
     """
 
@@ -74,7 +79,13 @@ class Group:
     slices: tuple[Slice, ...]
     width: int = 1
     kind: str = "channel"
+    gone: tuple[tuple[str, str], ...] = ()
     multiple: int = 1
+
+    def inside(self, modules: Container[str]) -> bool:
+        """True if nothing of the group is left where these modules are gone."""
+        names = [piece.module for piece in self.slices if piece.role in TENSORS and not self.gone]
+        return all(within(name, modules) for name in [*names, *(name for name, _ in self.gone)])
 
     @property
     def channels(self) -> int:
@@ -109,27 +120,45 @@ def side_sizes(module: nn.Module) -> dict[Side, int]:
 
 
 def masks(groups: Sequence[Group], keep: Tensor) -> dict[tuple[bool, str, int], Tensor]:
-    """keep (U,) bool, groups concatenated in order -> what remains of every axis, bool (size,), by its slices' key."""
+    """keep (U,) bool, groups concatenated in order -> what remains of every axis, bool (size,), by its slices' key.
+
+    Nothing remains of the modules that closed branches remove.
+    """
     result: dict[tuple[bool, str, int], Tensor] = {}
-    parts = keep.detach().to("cpu", torch.bool).split([group.units for group in groups])
-    for group, part in zip(groups, parts, strict=True):
-        padded = torch.cat([part, torch.ones(1, dtype=torch.bool)])  # unit -1 reads the last entry
+    pairs, gone = _pairs(groups, keep), removed(groups, keep)
+    for group, part in pairs:
+        if group.inside(gone):
+            continue
+        padded = torch.cat([part | bool(group.gone), torch.ones(1, dtype=torch.bool)])  # unit -1 reads the last entry
         for piece in group.slices:
-            found = padded[piece.unit]
-            result[piece.key] = result[piece.key] & found if piece.key in result else found
+            if not within(piece.module, gone):
+                found = padded[piece.unit]
+                result[piece.key] = result[piece.key] & found if piece.key in result else found
     return result
+
+
+def _pairs(groups: Sequence[Group], keep: Tensor) -> list[tuple[Group, Tensor]]:
+    parts = keep.detach().to("cpu", torch.bool).split([group.units for group in groups])
+    return list(zip(groups, parts, strict=True))
+
+
+def removed(groups: Sequence[Group], keep: Tensor) -> dict[str, str]:
+    """keep (U,) bool -> the modules that closed branches remove, without those inside others, and what they become."""
+    closed = [group for group, part in _pairs(groups, keep) if group.gone and not part.any()]
+    gone = {name: entry for group in closed for name, entry in group.gone}
+    return {name: entry for name, entry in gone.items() if not within(name.rpartition(".")[0], gone)}
 
 
 def recipe(model: nn.Module, groups: Sequence[Group], keep: Tensor) -> Recipe:
     """keep (U,) bool, groups concatenated in order -> what is kept of every module that loses something.
 
     By module: kept channels of the sides `out` and `in` of convolutions, linear layers and batch norms, kept indices of
-    other tensors as `tensor.axis`, and new values of integer attributes as `.attribute`.
+    other tensors as `tensor.axis`, and new values of integer attributes as `.attribute`. Modules of a removed branch
+    have an entry that begins with `!`, and says what stands in their place.
     """
     modules = dict(model.named_modules())
-    result: Recipe = {}
-    parts = keep.cpu().split([group.units for group in groups])
-    touched = {p.key for group, part in zip(groups, parts, strict=True) if not part.all() for p in group.slices}
+    result: Recipe = {name: {entry: []} for name, entry in removed(groups, keep).items()}
+    touched = {p.key for group, part in _pairs(groups, keep) if not part.all() for p in group.slices}
     for key, mask in masks(groups, keep).items():
         tensor, name, axis = key
         if not tensor:
@@ -191,25 +220,32 @@ def cut(model: nn.Module, recipe: Recipe, *, shared: bool = False) -> nn.Module:
         if name not in modules:
             raise StructureError(f"the network has no module {name!r}: the recipe was made for another network")
         _cut_module(modules[name], _checked(name, modules[name], entries))
-    lost = {id(modules[name]._parameters.get("weight")) for name in recipe}
+    gone = {name: entry for name, entries in recipe.items() for entry in entries if entry.startswith(GONE)}
+    lost = {id(modules[name]._parameters.get("weight")) for name in recipe.keys() - gone.keys()}
     for module in modules.values():  # others may share a weight that was cut
         if id(getattr(module, "weight", None)) in lost:
             _resize(module)
+    for name, entry in gone.items():
+        remove(result, name, entry)
     return result
 
 
 def kept_indices(model: nn.Module, recipe: Recipe) -> dict[str, Tensor]:
     """{name: int64 in the shape of the cut tensor}: where each kept number lies in the flat tensor before the cut.
 
-    For all parameters and buffers, found by the cut of a copy whose tensors count their own elements.
+    For all parameters and buffers, found by the cut of a copy whose tensors count their own elements; those of removed
+    branches have none.
     """
     indices = copied(model).cpu()
     for tensor in (*indices.parameters(), *indices.buffers()):
         tensor.requires_grad_(False)  # float64 counts exactly, and any tensor may hold it: bool and uint8 cannot count
         tensor.data = torch.arange(tensor.numel(), dtype=torch.float64).view(tensor.shape)
     small = cut(indices, recipe)
-    named = (*small.named_parameters(remove_duplicate=False), *small.named_buffers(remove_duplicate=False))
-    return {name: tensor.data.long() for name, tensor in named}
+    before, after = (
+        (*m.named_parameters(remove_duplicate=False), *m.named_buffers(remove_duplicate=False)) for m in (model, small)
+    )
+    none = {name: torch.zeros(0, dtype=torch.int64) for name, _ in before}
+    return none | {name: tensor.data.long() for name, tensor in after}
 
 
 def _checked(name: str, module: nn.Module, entries: Mapping[str, list[int]]) -> dict[str, Tensor]:
@@ -217,6 +253,9 @@ def _checked(name: str, module: nn.Module, entries: Mapping[str, list[int]]) -> 
     sizes: dict[Any, int] = {**side_sizes(module)}
     result = {}
     for entry, kept in entries.items():
+        if entry.startswith(GONE):
+            check_removal(name, entry, kept)
+            continue
         if any(abs(value) >= 2**31 for value in kept):
             raise StructureError(f"the recipe of {name!r}, entry {entry!r}, holds a number that is no size or index")
         result[entry] = torch.tensor(kept)
@@ -342,7 +381,8 @@ def restrict(groups: Sequence[Group], keep: Tensor) -> list[Group]:
     left, result = masks(groups, keep), []
     for group, part in zip(groups, keep.cpu().split([group.units for group in groups]), strict=True):
         units = torch.cat([part.cumsum(0) - 1, torch.tensor([-1])])  # unit -1 reads the last entry
-        slices = tuple(replace(piece, unit=units[piece.unit[left[piece.key]]]) for piece in group.slices)
+        here = [piece for piece in group.slices if piece.key in left and part.any()]
+        slices = tuple(replace(piece, unit=units[piece.unit[left[piece.key]]]) for piece in here)
         result.append(replace(group, units=int(part.sum()), slices=slices))
     return result
 
@@ -362,8 +402,8 @@ class Fold:
         offset = 0
         for group in groups:
             for piece in group.slices:
-                if piece.role in ("read", "mean"):
-                    found = (index if piece.role == "read" else means).setdefault((piece.name, piece.axis), [])
+                if piece.role in ("read", "mean", "branch"):
+                    found = (means if piece.role == "mean" else index).setdefault((piece.name, piece.axis), [])
                     _lay(found, piece.unit, offset, total)
             offset += group.units
         names: dict[int, list[str]] = {}

@@ -173,7 +173,7 @@ class _Trials:
         gaps, untested = [], set(range(len(groups)))
         for draw in range(DRAWS):
             exact, values = self._draw(draw)
-            keep = torch.cat([self._some(group.units) for group in groups])
+            keep = torch.cat([self._some(group, (g + draw) % 2 == 0) for g, group in enumerate(groups)])
             found, heard = compare(exact, groups, keep, values, sensitive=bool(untested), training=draw == 0)
             gaps.append(found)
             if found.value > TOLERANCE:
@@ -183,8 +183,14 @@ class _Trials:
                 break
         return max(gaps)
 
-    def _some(self, units: int) -> Tensor:
-        """(units,) bool: between a quarter and all but one; other shares in other groups, lest equal parts hide."""
+    def _some(self, group: Group, closed: bool) -> Tensor:
+        """(units,) bool: between a quarter and all but one; other shares in other groups, lest equal parts hide.
+
+        A branch is open or `closed`, in turns: where it is closed nothing is heard of the groups inside it.
+        """
+        units = group.units
+        if group.gone:
+            return torch.tensor([not closed])
         count = int(torch.randint(max(units // 4, 1), units, (), generator=self.generator))
         return torch.randperm(units, generator=self.generator) < count
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from dllp.errors import ConfigError
 from dllp.posterior import evaluating
 from dllp.training.moments import measure
+from dllp.training.particles import independent
 from dllp.training.state import RunState
 from dllp.training.step import apply_decisions
 from dllp.training.trainer import Batches
@@ -48,4 +49,7 @@ def _gate_gradient(state: RunState, i: int, x: object, y: object) -> Tensor:
     leaf = torch.ones_like(state.latents.logits[i]).requires_grad_()
     with torch.enable_grad(), evaluating(state.particles.active[i]):
         loss = state.objective(state.forward.unfused(i, leaf), x, y).loss
-        return torch.autograd.grad(loss, leaf)[0]
+        if not loss.requires_grad:
+            raise independent(i)
+        found = torch.autograd.grad(loss, leaf, allow_unused=True)[0]
+        return torch.zeros_like(leaf) if found is None else found

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -29,22 +30,71 @@ class Scales:
     """The values the prior acts on: unit u's scale is the RMS of its coordinates in a row (Section 4).
 
     Attributes:
-        coordinates: (U, M) into a row; units with fewer than M coordinates are padded with `spare`, which holds 0.
-        count: (U,) number of real coordinates.
+        at: (K,) coordinates of all units in a row; units with equally many of them are neighbours.
+        unit: (K,) the unit of each; empty, as `place` is, where every unit is one coordinate.
+        count: (U,) number of coordinates of each unit.
+        place: (U,) place of each unit in the order of `at`.
+        parts: Number of units, and of coordinates of each, for every number that occurs: a neuron has hundreds, a head
+            tens of thousands.
         modules: Names of the modules that own a slab precision.
         lengths: Number of consecutive units that each of them rules.
+        spare: A coordinate that holds 0.
     """
 
-    coordinates: Tensor
+    at: Tensor
+    unit: Tensor
     count: Tensor
+    place: Tensor
+    parts: tuple[tuple[int, int], ...]
     modules: tuple[str, ...]
     lengths: tuple[int, ...]
+    spare: int
+
+    @classmethod
+    def of_pairs(
+        cls, unit: Tensor, at: Tensor, modules: tuple[str, ...], lengths: tuple[int, ...], spare: int,
+        device: torch.device,
+    ) -> Scales:  # fmt: skip
+        """From units (K,) and coordinates (K,) in any order."""
+        count = torch.bincount(unit, minlength=sum(lengths))
+        place = count.argsort(stable=True).argsort()
+        order = place[unit].argsort(stable=True)
+        sizes, units = count.unique(return_counts=True)
+        parts = tuple(zip(units.tolist(), sizes.tolist(), strict=True))
+        at, unit, place = at[order].to(device), unit[order].to(device), place.to(device)
+        return cls(at, unit, count.to(device, torch.get_default_dtype()), place, parts, modules, lengths, spare)
+
+    @cached_property
+    def coordinates(self) -> Tensor:
+        """(U, M) into a row; units with fewer than M coordinates are padded with `spare`."""
+        if self.single:
+            return self.at[:, None]
+        table = self.at.new_full((len(self.count), max(size for _, size in self.parts)), self.spare)
+        for unit, at in zip(self._split(self.unit), self._split(self.at), strict=True):
+            table[unit[:, 0], : at.shape[1]] = at
+        return table
+
+    def _split(self, values: Tensor) -> list[Tensor]:
+        """(..., K) -> (..., units, coordinates of each) for each of `parts`."""
+        pieces = values.split([units * size for units, size in self.parts], dim=-1)
+        return [piece.unflatten(-1, shape) for piece, shape in zip(pieces, self.parts, strict=True)]
+
+    @property
+    def single(self) -> bool:
+        """True where every unit is one coordinate, whose scale has its sign."""
+        return all(size == 1 for _, size in self.parts)
 
     def of(self, rows: Tensor) -> Tensor:
         """(n, P) rows -> (n, U) scales."""
-        if self.coordinates.shape[1] == 1:
-            return rows[:, self.coordinates[:, 0]]
-        return (rows[:, self.coordinates].square().sum(-1) / self.count).sqrt()
+        values = rows[:, self.at]
+        if self.single:
+            return values
+        sums = [part.sum(-1) for part in self._split(values.square())]
+        return (torch.cat(sums, dim=1)[:, self.place] / self.count).sqrt()
+
+    def at_coordinates(self, values: Tensor) -> Tensor:
+        """(n, U) -> (n, K): each unit's value at its coordinates."""
+        return values if self.single else values[:, self.unit]
 
     def pulls(self, rows: Tensor, scores: Tensor) -> Tensor:
         """(n, U) scores of the scales -> (n, U) pulls: a coordinate's own score is minus the pull times its value."""
@@ -140,12 +190,11 @@ class WeightGating:
         self.units = sum(sizes)
         self.stored = torch.ones(self.units, dtype=torch.int64)
         coordinates = torch.cat([torch.arange(s.offset, s.offset + s.shape.numel()) for s in segments])
+        none, names = torch.zeros(0, dtype=torch.int64), tuple(name for name, _ in modules)
         self.scales = Scales(
-            coordinates[:, None].to(device),
-            torch.ones(self.units, device=device),
-            tuple(name for name, _ in modules),
-            tuple(sizes),
-        )
+            coordinates.to(device), none, torch.ones(self.units, device=device), none, ((self.units, 1),), names,
+            tuple(sizes), layout.spare,
+        )  # fmt: skip
         each = [macs[name] / size for (name, _), size in zip(modules, sizes, strict=True)]
         prices = torch.tensor(each, dtype=torch.float64).repeat_interleave(torch.tensor(sizes))
         self.flops = LinearCost(prices.to(device), structure.flops.dense)
@@ -162,7 +211,7 @@ class WeightGating:
     def slab_coordinates(self, network: nn.Module, layout: Layout, keep: Tensor) -> Tensor:
         """(U,) decisions -> (P,) bool: every coordinate but the closed weights."""
         mask = torch.ones(layout.size, dtype=torch.bool, device=keep.device)
-        mask[self.scales.coordinates[:, 0]] = keep
+        mask[self.scales.at] = keep
         return mask
 
     def select(self, logits: Tensor, budget: Counted, keep: float | None) -> Tensor:
@@ -215,12 +264,13 @@ def channel_scales(
 ) -> Scales:
     """RMS of each unit's normalisation scales; of what makes it where none reads it, or `norms` is False.
 
-    A weight that makes units of several groups (heads, and the values in each) counts for one of them, in turns.
+    A weight that makes units of several groups (heads, and the values in each) counts for one of them, in turns. The
+    scale of a branch is that of its last affine map.
     """
     modules, everywhere = dict(model.named_modules()), torch.arange(layout.size)
     units, coordinates = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
     pieces = [
-        [p for p in group.slices if p.role == "write" and p.name in layout.segments and _makes(modules, p, layout)]
+        [p for p in group.slices if p.name in layout.segments and _makes(modules, p, layout)]
         for group in structure.groups
     ]
     claims: dict[str, list[tuple[int, Slice]]] = {}
@@ -228,23 +278,26 @@ def channel_scales(
         for piece in group:
             claims.setdefault(piece.name, []).append((g, piece))
     for g, (group, part) in enumerate(zip(pieces, structure.slices, strict=True)):
-        normed = torch.zeros(part.stop - part.start, dtype=torch.bool)
-        for piece in (p for p in group if norms and isinstance(modules[p.module], NORMS)):
-            normed[piece.unit[piece.unit >= 0]] = True
+        branch = bool(structure.groups[g].gone)
+        turns = []
         for piece in group:
-            # a norm may read a part of the group only (split features): the others have their filters
-            chosen = (piece.unit >= 0) & (normed[piece.unit] == isinstance(modules[piece.module], NORMS))
-            index = layout.segments[piece.name].view(everywhere)
             rivals = _rivals(g, claims[piece.name])
-            mine = _turn(index.shape, len(rivals), rivals.index(g))
+            turns.append(_turn(layout.segments[piece.name].shape, len(rivals), rivals.index(g)))
+        normed = torch.zeros(part.stop - part.start, dtype=torch.bool)
+        for piece, mine in zip(group, turns, strict=True):
+            if norms and not branch and isinstance(modules[piece.module], NORMS):
+                normed[piece.unit[(piece.unit >= 0) & mine]] = True
+        for piece, mine in zip(group, turns, strict=True):
+            # a norm may read a part of the group only (split features): the others have their filters
+            chosen = (piece.unit >= 0) & (branch | (normed[piece.unit] == isinstance(modules[piece.module], NORMS)))
+            index = layout.segments[piece.name].view(everywhere)
             index, mine = (t.movedim(piece.axis, 0).reshape(len(chosen), -1)[chosen] for t in (index, mine))
             units.append((piece.unit[chosen] + part.start)[:, None].expand(index.shape)[mine])
             coordinates.append(index[mine])
-    return Scales(
-        *_table(torch.cat(units), torch.cat(coordinates), structure.units, layout.spare, device),
-        tuple(group.name for group in structure.groups),
-        tuple(group.units for group in structure.groups),
-    )
+    return Scales.of_pairs(
+        torch.cat(units), torch.cat(coordinates), tuple(group.name for group in structure.groups),
+        tuple(group.units for group in structure.groups), layout.spare, device,
+    )  # fmt: skip
 
 
 def _rivals(group: int, claims: list[tuple[int, Slice]]) -> list[int]:
@@ -272,16 +325,8 @@ def _turn(shape: torch.Size, players: int, turn: int) -> Tensor:
 
 def _makes(modules: Mapping[str, nn.Module], piece: Slice, layout: Layout) -> bool:
     """True for what makes a unit: filters, tables, factors of batch norms; not for biases and other vectors."""
+    if piece.role != "write":
+        return piece.role == "branch" and not piece.name.endswith("bias")
     if isinstance(modules[piece.module], NORMS):
         return piece.name.endswith(".weight")
     return len(layout.segments[piece.name].shape) > 1
-
-
-def _table(unit: Tensor, at: Tensor, units: int, spare: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pairs of unit and coordinate -> (U, M) coordinates padded with `spare`, and (U,) their number."""
-    count = torch.bincount(unit, minlength=units)
-    order = unit.argsort(stable=True)
-    column = torch.arange(len(unit)) - (count.cumsum(0) - count)[unit[order]]
-    padded = torch.full((units, max(count.tolist(), default=1)), spare)
-    padded[unit[order], column] = at[order]
-    return padded.to(device), count.to(device, torch.get_default_dtype())

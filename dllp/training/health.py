@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -87,23 +87,25 @@ def _in_step(state: RunState, losses: Tensor) -> str:
 
 def in_gradients(state: RunState) -> str:
     """Name the particle and the layer whose gradient is not finite; empty where all are."""
-    for number, row in zip(state.place.own, state.particles.gradients, strict=True):
+    return _in_rows(state, "gradient", state.particles.gradients, _layer)
+
+
+def _in_rows(state: RunState, what: str, rows: Tensor, place: Callable[[RunState, Tensor], str]) -> str:
+    """Name the first particle whose row of (n, ...) is not finite, and the place in it; empty where all are."""
+    for number, row in zip(state.place.own, rows, strict=True):
         if not _finite(row):
-            return f"NaN or infinity in the gradient of particle {number + 1}{_layer(state, row)}"
+            return f"NaN or infinity in the {what} of particle {number + 1}{place(state, row)}"
     return ""
 
 
 def find(state: RunState) -> str:
     """Name the gates, weights, momentum or buffers that are not finite; empty where all are."""
-    own = state.place.own
-    for number, row in zip(own, state.latents.logits, strict=True):
-        if not _finite(row):
-            return f"NaN or infinity in the gate logits of particle {number + 1}{_module(state, row)}"
-    for name, values in (("weights", state.particles.rows), ("momentum", state.momentum)):
-        for number, row in zip(own, values, strict=True):
-            if not _finite(row):
-                return f"NaN or infinity in the {name} of particle {number + 1}{_layer(state, row)}"
-    for number, network in zip(own, state.particles.active, strict=True):
+    found = _in_rows(state, "gate logits", state.latents.logits, _module)
+    found = found or _in_rows(state, "weights", state.particles.rows, _layer)
+    found = found or _in_rows(state, "momentum", state.momentum, _layer)
+    if found:
+        return found
+    for number, network in zip(state.place.own, state.particles.active, strict=True):
         for name, buffer in network.named_buffers():
             if buffer.is_floating_point() and bool(buffer.isnan().any()):  # infinities may be masks
                 return f"NaN in the buffer {name} of particle {number + 1}"

@@ -146,7 +146,7 @@ class Latents:
         """(P,) bool, where weight decay acts: not on what the prior shrinks until gates are discrete (Section 2)."""
         decayed = torch.ones_like(rows[0], dtype=torch.bool)
         if self.gating is not None and self.keep is None:
-            decayed[self.gating.scales.coordinates.flatten()] = False
+            decayed[self.gating.scales.at] = False
         return decayed
 
     def gate_gradient(self, rows: Tensor, z: Tensor, through: Tensor, temperature: Tensor, ramp: Tensor) -> None:

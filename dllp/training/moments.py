@@ -6,19 +6,19 @@ data that no step has seen, and the shape of the kept weights (Section 9).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dllp.devices import trees
 from dllp.method import gates, likelihood, weight_laws
 from dllp.records import Moment, MomentName
 from dllp.training.gating import WeightGating
-from dllp.training.objective import Outcome
+from dllp.training.objective import Metrics, Outcome, failing
 from dllp.training.state import RunState
 
 Evaluation = Callable[[], Iterator[tuple[Any, Any]]]
@@ -78,7 +78,7 @@ def scored(state: RunState) -> dict[str, Any]:
         for i in range(len(state.particles)):
             with state.forward.evaluated(i, z[i]) as network:
                 found.append(state.objective(network, x, y))
-                named.append({} if metrics is None else metrics(network, x if y is None else (x, y)))
+                named.append({} if metrics is None else _named(metrics, network, x if y is None else (x, y)))
         own.append((trees.count(x), named))
         answers = [_probabilities(each, state) for each in found]
         if any(p is None for p in answers):  # a regression, or only the loss is known
@@ -126,11 +126,17 @@ def _hits_and_losses(probabilities: Tensor, y: Tensor) -> Tensor:
     return torch.stack([hits, losses, torch.full_like(hits, len(y))]).float()
 
 
-def _means(batches: list[tuple[int, list[Mapping[str, Any]]]]) -> list[dict[str, float]]:
+def _named(metrics: Metrics, network: nn.Module, batch: Any) -> dict[str, float]:
+    """The user's metrics of a batch, as numbers."""
+    with failing("metrics"):
+        return {name: float(value) for name, value in dict(metrics(network, batch)).items()}
+
+
+def _means(batches: list[tuple[int, list[dict[str, float]]]]) -> list[dict[str, float]]:
     """Means of each particle's metrics over batches, by their examples."""
     total = sum(count for count, _ in batches)
     return [
-        {name: sum(count * float(named[i][name]) for count, named in batches) / total for name in first}
+        {name: sum(count * named[i][name] for count, named in batches) / total for name in first}
         for i, first in enumerate(batches[0][1])
     ]
 

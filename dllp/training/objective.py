@@ -6,16 +6,19 @@ the data's part of the posterior's score, and one backward serves both (Section 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dllp.config import Config
-from dllp.errors import DataError, StructureError
+from dllp.errors import DataError, StructureError, first_line
 from dllp.method import likelihood
 from dllp.posterior import entry, logits_of
+from dllp.structure.trace import UNFIT
 
 LossFn = Callable[[nn.Module, Any], Any]
 """(network, batch) -> scalar mean loss, or a mapping with `loss` and, where they are known, `logits` and `labels`."""
@@ -25,6 +28,8 @@ Metrics = Callable[[nn.Module, Any], Mapping[str, Any]]
 """(network, batch) -> numbers by name, means over the batch."""
 LABELS = "labels"
 """The entry of a dict batch that holds the labels."""
+MISTAKES = (*UNFIT, TypeError, KeyError, AttributeError, AssertionError)
+"""Errors that a user's function raises about a batch; their subclasses (out of memory) have other causes."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,18 @@ class Objective:
         self.scored = loss is None  # right answers can be counted
 
     def __call__(self, network: nn.Module, x: Any, y: Any = None) -> Outcome:
-        if self.loss is not None:
-            return self._custom(self.loss(network, x if y is None else (x, y)))
+        if self.loss is None and y is not None:
+            return self._outcome(network, x, y)
+        with failing("the network" if self.loss is None else "the loss"):
+            found = self._outcome(network, x, y) if self.loss is None else self._custom(network, x, y)
+        loss = found.loss
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise StructureError(f"the loss is {what}: a scalar is needed, the mean over the batch")
+        return found
+
+    def _outcome(self, network: nn.Module, x: Any, y: Any) -> Outcome:
+        """By the task, or by the network's own loss."""
         if y is None:
             outputs, y = self._called(network, x)
             own = entry(outputs, "loss")
@@ -106,7 +121,9 @@ class Objective:
             return network(*batch[:-1]), batch[-1]
         raise DataError(f"a batch is a {type(batch).__name__}: give (inputs, ..., labels), a dict, or loss=")
 
-    def _custom(self, found: Any) -> Outcome:
+    def _custom(self, network: nn.Module, x: Any, y: Any) -> Outcome:
+        """By the user's loss."""
+        found = self.loss(network, x if y is None else (x, y))  # type: ignore[misc]
         if isinstance(found, Tensor):
             return Outcome(found)
         loss = entry(found, "loss")
@@ -116,3 +133,15 @@ class Objective:
         hidden = (hidden,) if isinstance(hidden, Tensor) else tuple(hidden or ())
         logits, labels = entry(found, "logits"), entry(found, LABELS)
         return Outcome(loss, logits, labels=labels, hidden=hidden, scored=logits is not None and labels is not None)
+
+
+@contextmanager
+def failing(what: str) -> Iterator[None]:
+    """One line for an error of something of the user's on a batch; what breaks a capture off passes."""
+    try:
+        yield
+    except MISTAKES as error:
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if type(error) not in MISTAKES or capturing:
+            raise
+        raise DataError(f"{what} fails on a batch, {type(error).__name__}: {first_line(error)}") from error

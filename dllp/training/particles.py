@@ -181,7 +181,10 @@ class Particles:
         `add` the row of `gradients` is then left undefined. Returns the gradients in `others`.
         """
         parameters, views = self._targets[i]
-        found = torch.autograd.grad(value, [*parameters, *others], allow_unused=True, retain_graph=retain_graph)
+        known = [*parameters, *others] if value.requires_grad else []
+        found = torch.autograd.grad(value, known, allow_unused=True, retain_graph=retain_graph) if known else ()
+        if all(gradient is None for gradient in found[: len(parameters)]):
+            raise independent(i)
         part = self.sliced[i] if self.sliced else None
         row = self.gradients[i] if part is None else part.gradient
         if into is not None and add:  # the row holds what came before
@@ -225,6 +228,13 @@ class Particles:
         self.begin_step()
         for network, part in zip(self.networks, self.sliced, strict=False):
             scatter_buffers(network, part)
+
+
+def independent(i: int) -> StructureError:
+    """The error for a loss that says nothing about particle i."""
+    return StructureError(
+        f"the loss of particle {i + 1} does not depend on its weights: compute it from what network(...) returns"
+    )
 
 
 def _write(views: Sequence[Tensor], gradients: Sequence[Tensor | None], add: bool) -> None:
@@ -280,7 +290,8 @@ def slice_particle(network: nn.Module, layout: Layout, recipe: Recipe, slab: Rec
     compact.bind(small, row)
     coordinates = torch.full((compact.size,), layout.spare, dtype=torch.int64)
     for name, kept in parameter_coordinates(network, layout, recipe).items():
-        compact.segments[name].view(coordinates).copy_(kept)
+        if name in compact.segments:  # others are of branches that are gone
+            compact.segments[name].view(coordinates).copy_(kept)
     return Sliced(small, recipe, slab, compact, row, torch.zeros_like(row), coordinates.to(first.device))
 
 
@@ -289,6 +300,8 @@ def scatter_buffers(network: nn.Module, part: Sliced) -> None:
     wide, slab = (kept_indices(network, recipe) for recipe in (part.recipe, part.slab))
     values = dict(part.network.named_buffers())
     for name, buffer in network.named_buffers():
+        if name not in values:  # of a branch that is gone
+            continue
         places = wide[name].flatten()
         ours = torch.isin(places, slab[name])
         flat = buffer.flatten()

@@ -5,18 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dllp.config import changeable, fits
 from dllp.errors import ArtifactError
+from dllp.files import typed
 from dllp.records import EpochRecord, Moment
 from dllp.training.state import RunState
 from dllp.training.step import apply_decisions
 
 Snapshot = tuple[dict[str, Tensor], dict[str, Any]]
+UNFIT = "the checkpoint does not fit the run"
 
 
 def snapshot(state: RunState) -> Snapshot:
@@ -87,26 +89,24 @@ def restore(state: RunState, saved: Snapshot) -> None:
         raise ArtifactError("the checkpoint belongs to another run: configuration, network and data must be the same")
     try:
         _check(state, tensors, values)
+        history = typed(list[EpochRecord], values["history"], UNFIT, "history")
+        moments = typed(list[Moment], values.get("moments", []), UNFIT, "moments")  # none in files of 0.1.0
         keep = tensors.pop("keep", None)
         _fill(state, tensors)  # the small networks are cut from full ones that hold the checkpoint's weights
         if keep is not None and state.gating is not None:
             apply_decisions(state, take(keep).to(state.particles.device, torch.bool))
             _fill(state, tensors)
         for k, value in enumerate(state.latents.learned):
-            moments = {key: tensors[f"adam/{k}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq")
-                       if f"adam/{k}/{key}" in tensors}  # fmt: skip
-            if moments:
-                on_device = {key: take(m).to(value.device) for key, m in moments.items() if key != "step"}
-                step = moments["step"].to(value.device if value.is_cuda else "cpu")
-                state.latents.adam.state[value] = {"step": step, **on_device}
+            if f"adam/{k}/step" in tensors:
+                averages = {key: take(tensors[f"adam/{k}/{key}"]).to(value.device) for key in ("exp_avg", "exp_avg_sq")}
+                state.latents.adam.state[value] = {"step": tensors[f"adam/{k}/step"].to(value.device), **averages}
         state.latents.generator.set_state(tensors["random/gates"])
         state.random_states = {name: tensors[name] for name in ("random/cpu", "random/cuda") if name in tensors}
         state.step_index, state.lr_scale = int(values["step"]), float(values["lr_scale"])
         state.best, state.waited = values["patience"]
-        state.history = [EpochRecord(**record) for record in values["history"]]
-        state.moments = [Moment(**moment) for moment in values.get("moments", [])]  # none in files of 0.1.0
+        state.history, state.moments = history, moments
     except (LookupError, TypeError, ValueError, RuntimeError, AssertionError) as error:
-        raise ArtifactError(f"the checkpoint does not fit the run: {error}") from None
+        raise ArtifactError(f"{UNFIT}: {error}") from None
 
 
 def _check(state: RunState, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
@@ -118,12 +118,6 @@ def _check(state: RunState, tensors: dict[str, Tensor], values: dict[str, Any]) 
         raise ValueError("lr_scale is no positive number")
     if not fits(tuple(patience), tuple[float, int]):
         raise ValueError("patience is not a loss and a number of epochs")
-    for kind, records in ((EpochRecord, values["history"]), (Moment, values.get("moments", []))):
-        hints = get_type_hints(kind)
-        for record in records:
-            for name, value in vars(kind(**record)).items():
-                if not fits(value, hints[name]):
-                    raise ValueError(f"{name} in its history is of the wrong kind")
     n = state.place.particles
     shapes = {"keep": (torch.uint8, torch.Size([n, state.latents.logits.shape[1]]))}
     states = {"random/gates": state.latents.generator.get_state(), "random/cpu": torch.get_rng_state()}

@@ -70,9 +70,7 @@ class RunState:
         self.validation: Callable[[], Iterator[tuple[Any, Any]]] | None = None  # measured on, never learned from
         self.metrics: Metrics | None = None  # of a network on such a batch
         self.validates = False  # at the end of each epoch, too
-        self.penalty: Callable[[Tensor], Tensor] | None = (
-            None  # (n, P) rows -> gradient of another method's regulariser
-        )
+        self.penalty: Callable[[Tensor], Tensor] | None = None  # (n, P) -> gradient of another method's regulariser
         # masks of P or n P are kept in bytes: they are read in every step beside the weights themselves
         self.learnable = particles.layout.learnable(particles.networks[0]).to(device)  # (P,)
         lengths = {"module": particles.layout.blocks, "all": None, "coordinate": "coordinate"}[config.blocks]

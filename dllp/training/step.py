@@ -17,7 +17,7 @@ from dllp.devices import mesh, trees
 from dllp.devices.mesh import Mirror
 from dllp.method import likelihood, schedule, spike_and_slab, stein
 from dllp.method.update import adam_root, correct_rows, score_of
-from dllp.training.gating import ChannelGating
+from dllp.training.gating import ChannelGating, Scales
 from dllp.training.moments import measure
 from dllp.training.objective import Outcome
 from dllp.training.state import RunState
@@ -98,7 +98,7 @@ def advance(state: RunState, z: Tensor, through: Tensor) -> None:
         total = particles.gradients.sum() + through.sum() + latents.d_noise.sum() + latents.logits.sum()
         state.healthy &= torch.isfinite(state.place.rows.all_reduce_(total))  # NaN and infinity survive every sum
         if state.gating is not None and latents.keep is None:
-            _advance_under_prior(state, state.gating.scales.coordinates, z, through)
+            _advance_under_prior(state, state.gating.scales, z, through)
         else:
             _advance(state)
         latents.update(state.healthy)
@@ -211,12 +211,15 @@ def _likelihood_scores(
     return found[0] if found and found[0] is not None else torch.zeros_like(state.latents.logits[i])
 
 
-def _advance_under_prior(state: RunState, at: Tensor, z: Tensor, through: Tensor) -> None:
+def _advance_under_prior(state: RunState, scales: Scales, z: Tensor, through: Tensor) -> None:
     """Slab by its score, spike as a proximal step: stable however narrow it is (Section 1, stiffness)."""
-    c, rows, learnable = state.config, state.particles.rows, state.learnable[at]
+    c, rows, at = state.config, state.particles.rows, scales.at
+    learnable = state.learnable[at]
     soft = state.phase == "soft"
     slab, spike = state.latents.prior_pulls(rows, z, state.knobs[1], soft=soft)
-    pull = slab[..., None] * rows[:, at] * learnable  # minus the slab's score, which has no matrix of its own
+    pull = (
+        scales.at_coordinates(slab) * rows[:, at] * learnable
+    )  # minus the slab's score, which has no matrix of its own
     if soft:
         state.latents.gate_gradient(rows, z, through, state.knobs[1], state.knobs[2])
     if state.gaussian:
@@ -232,14 +235,14 @@ def _advance_under_prior(state: RunState, at: Tensor, z: Tensor, through: Tensor
         reach = lr * (c.beta / state.place.particles) / adam_root(state.second[:, at], state.corrections[1])
     else:
         reach = lr * (c.beta / (state.place.particles * (1 - c.momentum)))
-    pull = reach * spike[..., None] * (learnable & state.healthy)
+    pull = reach * scales.at_coordinates(spike) * (learnable & state.healthy)
     rows[:, at] = spike_and_slab.proximal_spike(rows[:, at], pull)
 
 
 def _advance(state: RunState, at: Tensor | None = None, excess: Tensor | None = None) -> None:
     """Equations 14 and 15: kernel weights of every block, then one fused update.
 
-    `excess` (n, U, M) at the coordinates `at` (U, M) of the gradients belongs to the score alone.
+    `excess` (n, K) at the coordinates `at` (K,) of the gradients belongs to the score alone.
     """
     c, rows, gradients = state.config, state.particles.rows, state.particles.gradients
     scores = state.scores if state.gaussian else None

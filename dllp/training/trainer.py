@@ -157,7 +157,7 @@ def discrepancy(state: RunState) -> float | None:
     pairs = torch.stack([state.particles.rows[:, real], scores[:, real]], dim=1)
     rows, scores = state.place.rows.all_gather(pairs).unbind(1)
     square = stein.kernelized_discrepancy(
-        rows, scores, num_data=state.num_data, bandwidth=state.config.bandwidth, blocks=blocks, unbiased=False
+        rows, scores, num_data=state.num_data, bandwidth=state.config.bandwidth, blocks=blocks
     )
     value = float(square.clamp_min(0).sqrt()) / state.num_data
     return value if math.isfinite(value) else None

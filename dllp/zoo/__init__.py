@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from dllp.errors import ConfigError
+from dllp.errors import ConfigError, nearest
 from dllp.structure.initialise import initialise, reinitialise
-from dllp.zoo.plain import mlp, small_cnn, vgg11_bn, vgg16_bn
-from dllp.zoo.resnet import resnet20, resnet50, resnet56, small_resnet
+from dllp.zoo.networks import mlp, resnet20, resnet50, resnet56, small_cnn, small_resnet, vgg11_bn, vgg16_bn
 
 __all__ = ["build", "initialise", "names", "reinitialise"]
 
@@ -44,8 +42,7 @@ def names() -> tuple[str, ...]:
 def check_name(name: object) -> None:
     """Raise for a name that no network has."""
     if name not in _REGISTRY:
-        near = difflib.get_close_matches(str(name), _REGISTRY, n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(_REGISTRY)}"
+        hint = nearest(str(name), _REGISTRY, f"choose one of {', '.join(_REGISTRY)}")
         raise ConfigError(f"unknown model {name!r}: {hint} (or give your own as package.module:factory)")
 
 

@@ -25,6 +25,8 @@ from paper.jobs import Job, Runner
 from tests.support.oracles import normal
 from tests.support.short_runs import DIGITS
 
+QUICK = {"dcp": "dcp:rounds=2,images=64", "amc": "amc:episodes=6,warmup=3,images=64"}
+"""Methods that search, for a short while."""
 SHORT = Config(keep_flops=0.4, epochs=2, batch_size=128, init="fresh", lr=0.1, seed=3)
 
 
@@ -41,9 +43,9 @@ def repaired(particle: ExtractedParticle) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_keeps_the_protocol(name: str) -> None:
-    method = METHODS[name]
+    method = find(QUICK.get(name, name))
     data = DIGITS.train.subset(range(256))
-    first, again = (run.prune(method, small_cnn(), data, SHORT, finetune_epochs=1) for _ in range(2))
+    first, again = (run.prune(method, small_cnn(), data, SHORT, finetune_epochs=2) for _ in range(2))
     for result in (first.before, first.result):
         kept = result.sizes[0].macs / result.dense.macs
         # a channel of this network costs at most 1/32 of it; single weights fill a budget to the last one
@@ -62,7 +64,7 @@ def test_every_method_keeps_the_protocol(name: str) -> None:
             expected = torch.func.functional_call(reference, masked, (x,))
             torch.testing.assert_close(cut_network(x), expected, rtol=1e-9, atol=1e-9)
         mended = {k for k, w in returned.items() if not torch.equal(w, weights[k])}
-        assert bool(mended) == (name in ("thinet", "cp")), mended
+        assert bool(mended) == (name in ("thinet", "cp", "dcp", "amc")), mended
         assert small(x).shape == (8, 10) and sum(p.numel() for p in small.parameters()) == first.before.sizes[0].params
     else:
         for k, w in small.named_parameters():
@@ -75,12 +77,12 @@ def test_every_method_keeps_the_protocol(name: str) -> None:
         assert torch.equal(a.gates["keep"], b.gates["keep"]) and a.info["method"] == name
     tuned, untuned = first.result.model.state_dict(), first.before.model.state_dict()
     assert any(not torch.equal(tuned[k].double(), untuned[k].double()) for k in untuned), "fine-tuning moved something"
-    assert len(first.result.history) == 3 and first.result.history[-1]["epoch"] == 3
+    assert len(first.result.history) == 4 and first.result.history[-1]["epoch"] == 4
 
 
 def test_a_residual_network_is_pruned_too() -> None:
     data = (torch.randn(64, 3, 8, 8), torch.arange(64) % 10)
-    for name in ("thinet", "cp", "fpgm", "deephoyer"):
+    for name in ("thinet", "cp", "fpgm", "deephoyer", "ccp"):
         pruned = run.prune(METHODS[name], small_resnet(), data, Config(keep_params=0.5, epochs=1, batch_size=32))
         assert pruned.result.sizes[0].params <= 0.5 * pruned.result.dense.params
         assert pruned.after is None and bool(pruned.result.model(data[0][:2]).isfinite().all())
@@ -159,6 +161,8 @@ def test_mistakes_are_one_clear_line() -> None:
     data = (torch.randn(32, 1, 8, 8), torch.arange(32) % 10)
     with pytest.raises(ConfigError, match="no method 'nothing': choose from dllp, random"):
         find("nothing")
+    with pytest.raises(ConfigError, match="ccp needs classes, and task = regression has none"):
+        run.prune(find("ccp"), small_cnn(), data, Config(keep_flops=0.5, task="regression"))
     with pytest.raises(ConfigError, match="slimming needs a budget"):
         run.prune(find("slimming"), small_cnn(), data, Config())
     with pytest.raises(StructureError, match="cannot be reached"):
@@ -178,7 +182,7 @@ def test_mistakes_are_one_clear_line() -> None:
 
 
 def test_every_method_names_its_paper() -> None:
-    assert len(METHODS) == 12
+    assert len(METHODS) == 15
     for name, method in METHODS.items():
         assert method.name == name and method.title and method.paper and 2010 < method.year < 2024
         for figure in method.published:
@@ -186,8 +190,8 @@ def test_every_method_names_its_paper() -> None:
     drops = {name: [p.drop for p in m.published] for name, m in METHODS.items() if m.published}
     assert drops == {
         "l1-filters": [0.5], "thinet": [0.14], "cp": [0.32], "slimming": [0.53], "sfp": [0.24], "fpgm": [0.1],
-        "polarization": [-0.03], "deephoyer": [0.26],
+        "polarization": [-0.03], "deephoyer": [0.26], "ccp": [0.04], "dcp": [0.31, -0.17], "amc": [0.9],
     }  # fmt: skip
-    as_dense = {"random", "magnitude-l2", "l1-filters", "thinet", "cp"}
+    as_dense = {"random", "magnitude-l2", "l1-filters", "thinet", "cp", "ccp", "dcp", "amc"}
     assert {name for name, m in METHODS.items() if not m.trains} == as_dense
     assert np.unique([m.title for m in METHODS.values()]).size == len(METHODS)

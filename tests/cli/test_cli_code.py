@@ -25,6 +25,14 @@ def data():
 
 def loss(network, batch):
     return nn.functional.cross_entropy(network(batch["x"]), batch["y"])
+
+
+def no_scalar(network, batch):
+    return network(batch["x"])
+
+
+def no_entry(network, batch):
+    return network(batch["z"]).sum()
 """
 NAMED = ["--model", "owncode:net", "--data", "owncode:data", "--loss", "owncode:loss"]
 SHORT = ["--keep-flops", "0.5", "--epochs", "2", "--device", "cpu", "--quiet"]
@@ -61,8 +69,10 @@ def test_a_run_of_own_code(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["--model", "owncode:net", "--data", "owncode:nothing"], "data 'owncode:nothing' cannot be made"),
         ([*NAMED[:4], "--loss", "owncode:none"], "loss 'owncode:none' cannot be made"),
         ([*NAMED, "--method", "fpgm"], "and method dllp"),
+        ([*NAMED[:4], "--loss", "owncode:no_scalar"], "a scalar is needed, the mean over the batch"),
+        ([*NAMED[:4], "--loss", "owncode:no_entry"], "the loss fails on a batch, KeyError: 'z'"),
     ],
 )
-def test_code_that_is_not_there(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_that_does_not_fit(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prune", *words, *SHORT, "--out", "run"]) == 2
-    assert told in capsys.readouterr().err
+    assert told in capsys.readouterr().err and not Path("run").exists()

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dllp.baselines import METHODS, run
+from dllp.baselines import DYNAMIC, METHODS, run
 from dllp.cli.main import main
 from tests.support.commands import npy, one_line
 
@@ -35,6 +35,7 @@ def test_a_run_of_another_method_by_name(tmp_path: Path, capsys: pytest.CaptureF
         (["--method", "sfp"], ["sfp needs a budget"]),
         (["--method", "sfp", "--keep-flops", "0.0001"], ["cannot be reached", "method magnitude-l2"]),
         (["--finetune-epochs", "2"], ["finetune_epochs is for other methods"]),
+        (["--method", "fbs", "--keep-flops", "0.5"], ["fbs chooses channels for each image", "dllp bench table2"]),
         (["--method", "nothing"], ["there is no method 'nothing'"]),
         (["--method", "dllp:beta=2"], ["dllp has no hyperparameters behind its name", "as options"]),
         (["--method", "slimming:t=2"], ["method slimming has no hyperparameter 't': it has strength"]),
@@ -84,8 +85,9 @@ def test_a_stopped_run_of_another_method_goes_on(tmp_path: Path, monkeypatch: py
 def test_methods_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["methods", "--json", str(tmp_path / "list.json")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 13 and lines[0].startswith("dllp ") and any("2019" in line for line in lines)
+    assert len(lines) == 16 and lines[0].startswith("dllp ") and any("2019" in line for line in lines)
     listed = json.loads((tmp_path / "list.json").read_text())
-    assert [entry["name"] for entry in listed] == ["dllp", *METHODS]
+    assert [entry["name"] for entry in listed] == ["dllp", *METHODS, *DYNAMIC]
+    assert [line.split()[0] for line in lines if "channels by image: dllp bench only" in line] == [*DYNAMIC]
     assert {"strength": 3e-4, "least": 0.05, "t": 1.2} in [entry["hyperparameters"] for entry in listed]
     assert any("strength 0.0003; least 0.05; t 1.2" in line for line in lines)

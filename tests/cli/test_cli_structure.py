@@ -68,3 +68,14 @@ def test_an_input_is_described_once_and_fits(capsys: pytest.CaptureFixture[str])
     ):
         assert main(["structure", *words]) == 2
         one_line(capsys, said)
+
+
+def test_branches_are_a_kind_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "structure.json"
+    assert main(["structure", "--model", "resnet20", "--shape", "3", "32", "32", "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    # three blocks in each of three stages, of which the first in two of them changes the shape: 7 of two convolutions
+    macs = 9 * 2 * (3 * 16 * 16 * 32**2 + 2 * 32 * 32 * 16**2 + 2 * 64 * 64 * 8**2)
+    assert report["kinds"]["branch"]["groups"] == 7
+    assert (1 - report["kinds"]["branch"]["least"]["macs"]) * report["macs"] == pytest.approx(macs)
+    assert "branch" in capsys.readouterr().out

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from dllp import zoo
 from dllp.devices import fuse
 from dllp.devices.fused_norm import FusedNorm
-from dllp.zoo.resnet import CifarResNet
+from dllp.zoo.networks import CifarResNet
 torch.manual_seed(0)
 
 def fused_names(network):

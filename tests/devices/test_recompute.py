@@ -20,7 +20,7 @@ from dllp import zoo
 from dllp.config import Config
 from dllp.devices.recompute import Recompute, stages
 from dllp.errors import StructureError
-from dllp.zoo.resnet import CifarResNet
+from dllp.zoo.networks import CifarResNet
 from tests.support import networks
 from tests.support.commands import ENVIRONMENT
 

@@ -313,6 +313,8 @@ def _() -> Result:
         for name in ("given", "off")
     )
     assert taught.history[-1]["loss"] != alone.history[-1]["loss"]
+    same = prune(network(), (X, Y), config(epochs=2, seed=1, particles=1), loss=loss, teacher="given")
+    assert same.config == taught.config
     with pytest.raises(StructureError, match="a teacher needs logits: let loss return a dict"):
         prune(network(), (X, Y), config(teacher="given"), loss=lambda net, b: F.cross_entropy(net(b[0]), b[1]))
     return taught
@@ -382,6 +384,59 @@ def test_mistakes_are_one_line(data: Any, loss: Any, words: str) -> None:
     with pytest.raises(DllpError, match=words) as caught:
         dllp.prune(network(), (X, Y) if data is None else data, config(), loss=loss)
     assert "\n" not in str(caught.value)
+
+
+LATER: dict[str, tuple[Callable[[nn.Module, Any, Tensor], Any], str]] = {
+    "no scalar": (lambda net, b, loss: net(b[0]), r"the loss is a tensor of shape \(8, 3\): a scalar is needed"),
+    "whole number": (lambda net, b, loss: loss.long(), "a scalar is needed"),
+    "no tensor": (lambda net, b, loss: None, "loss returns a NoneType"),
+    "no dependence": (lambda net, b, loss: loss.detach(), "the loss of particle 2 does not depend on its weights"),
+    "an error": (lambda net, b, loss: b["x"], "the loss fails on a batch, TypeError"),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("epochs", [0, 3])
+def test_a_loss_that_fails_later_is_one_line(name: str, epochs: int) -> None:
+    """The first examples are checked before a run; what a later batch does wrong ends it with one line, too."""
+    bad, words = LATER[name]
+    calls = [0]
+
+    def loss(net: nn.Module, batch: Any) -> Any:
+        calls[0] += 1
+        good = F.cross_entropy(net(batch[0]), batch[1])
+        return good if calls[0] < 4 else bad(net, batch, good)
+
+    words = words.replace("particle 2", r"particle [12]")
+    with pytest.raises(DllpError, match=words) as caught:
+        dllp.prune(network(), (X, Y), config(epochs=epochs, batch_size=8, particles=2, keep_flops=0.6), loss=loss)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_later_batch_without_what_the_network_takes() -> None:
+    whole = {"image": X[:8], "scale": torch.ones(8, 1), "labels": Y[:8]}
+    for name, words in (("scale", "missing 1 required positional argument: 'scale'"), ("labels", "NoneType")):
+        without = {key: value for key, value in whole.items() if key != name}
+        with pytest.raises(DataError, match=f"the network fails on a batch, TypeError.*{words}"):
+            dllp.prune(TwoInputs(), [whole, without], config())
+
+
+def test_metrics_that_are_none() -> None:
+    for metrics in (lambda net, b: 3, lambda net, b: {"a": "b"}, lambda net, b: net(b["x"])):
+        with pytest.raises(DataError, match="metrics fails on a batch"):
+            dllp.prune(network(), (X, Y), config(), metrics=metrics, validation=(X, Y))
+
+
+class Stopped(Exception):
+    """A user's own way out of a run."""
+
+
+def test_a_users_own_exception_passes() -> None:
+    def loss(net: nn.Module, batch: Any) -> Any:
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        dllp.prune(network(), (X, Y), config(), loss=loss)
 
 
 def test_a_loss_that_breaks_later_names_the_step() -> None:

@@ -74,7 +74,9 @@ def test_unit_scores_are_gradients_within_their_scope(name: str, parameters: tup
 
 def test_pulls_carry_a_scales_score_to_its_coordinates() -> None:
     at = torch.tensor([[0, 1, 2], [3, 9, 9], [4, 5, 9]])  # 9 pads
-    scales = Scales(at, torch.tensor([3.0, 1.0, 2.0], dtype=torch.float64), ("a",), (3,))
+    unit = torch.tensor([2, 0, 0, 1, 0, 2])
+    scales = Scales.of_pairs(unit, torch.tensor([4, 0, 1, 3, 2, 5]), ("a",), (3,), 9, torch.device("cpu"))
+    assert torch.equal(scales.coordinates, at)
     rows = normal(2, 10)
     rows[:, 9] = 0
     rows[1, 3] = 0

@@ -81,6 +81,12 @@ def test_every_row_stands_with_its_seeds_and_targets() -> None:
         assert set(given.values()) == {90, 180} if table is one else {90}
         tuned = {find(row.job.baseline).name: row for row in table.rows if row.name.startswith("tuned-")}
         assert set(tuned) == set(METHODS) and {row.job.finetune for row in tuned.values()} == {30}
+        percents = {name: {r.name.rpartition("-")[2] for r in table.rows if r.name.startswith(f"tuned-{name}-")}
+                    for name in ("ccp", "dcp", "amc")}  # fmt: skip
+        assert percents == (
+            {"ccp": {"47", "55"}, "dcp": {"50", "55"}, "amc": {"50", "55"}} if table is one
+            else {"ccp": {"74.65"}, "dcp": {"50", "74.65"}, "amc": {"74.65"}}
+        )  # fmt: skip
         chosen = {"table1": Polarization(strength=3e-4), "table2": Polarization(strength=3e-5, least=0.2)}[table.name]
         assert find(tuned["polarization"].job.baseline) == chosen
         kept = {row.name for row in table.rows if row.predictions == "kept"}

@@ -15,11 +15,14 @@ import torch
 
 from dllp.cli.main import main
 from dllp.errors import ConfigError, StructureError, WorkerError
-from paper import cluster, tables
+from dllp.runs import cluster
+from dllp.runs.launch import Spread
+from dllp.runs.workers import Answer, Failed, Lost, Processes, Unfit, Worker
+from paper import tables
 from paper.jobs import Job, Outcome, Runner
-from paper.launch import Book, Spread, units
+from paper.launch import Book, Settings
 from paper.store import Store
-from paper.workers import Answer, Failed, Lost, Processes, Settings, Unfit, Worker
+from paper.tables import units
 from tests.support import spreading
 from tests.support.commands import one_line
 from tests.support.many import free_port
@@ -91,10 +94,12 @@ class Pretended:
 def spread(folder: Path, pool: Pretended) -> list[str]:
     """Run the small table's plan; returns what was told."""
     told: list[str] = []
+    book = Book(Store(folder))
     try:
-        Spread(PLAN, pool, Book(Store(folder)), told.append).run()
+        Spread(units(PLAN), pool, book, told.append).run()
     finally:
         assert pool.closed
+    book.close()
     return told
 
 
@@ -146,7 +151,7 @@ def test_a_lost_worker_is_replaced_once(tmp_path: Path) -> None:
         return outcome(job)
 
     pool = Pretended(2, act)
-    with pytest.raises(WorkerError, match=r"thin, seed 0: its worker was lost 2 times, last time killed by SIGKILL$"):
+    with pytest.raises(WorkerError, match=r"thin seed 0: its worker was lost 2 times, last time killed by SIGKILL$"):
         spread(tmp_path, pool)
     assert Store(tmp_path).digests() == set(EVERY) - {always.digest}
     assert len(pool.given) == len(EVERY) + 2
@@ -175,9 +180,10 @@ def test_errors_of_a_job_are_not_tried_again(tmp_path: Path) -> None:
             return Failed(StructureError("it will not do"))
         return Failed(WorkerError("TypeError: no"), "Traceback ...") if job.method == "dllp" else outcome(job)
 
-    pool, told = Pretended(1, act), list[str]()
-    with pytest.raises(StructureError, match=r"^thin, seed 0: it will not do \(3 more failed\)$"):
-        Spread(PLAN, pool, Book(Store(tmp_path)), told.append).run()
+    pool, told, book = Pretended(1, act), list[str](), Book(Store(tmp_path))
+    Spread(units(PLAN), pool, book, told.append).run()
+    with pytest.raises(StructureError, match=r"^thin seed 0: it will not do \(3 more failed\)$"):
+        book.close()
     assert len(pool.given) == len(PLAN) and told == ["dllp seed 0: TypeError: no\nTraceback ..."]
     assert pool.hired == 2, "nothing more is asked of a worker that broke down"
 
@@ -195,7 +201,7 @@ def test_workers_that_cannot_take_part(tmp_path: Path) -> None:
 
 
 def test_a_worker_answers_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings, job = Settings("digits", None, "cpu", "float32", 1), replace(spreading.DENSE, epochs=1)
+    settings, job = Settings("digits", None, "float32", device="cpu"), replace(spreading.DENSE, epochs=1)
 
     def fail(error: Exception) -> Answer:
         def run(self: Runner, job: Job) -> Any:
@@ -217,7 +223,7 @@ def test_a_worker_answers_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> N
 
 # ---- where workers are
 
-CUDA = Settings("digits", None, "cuda", "bfloat16", 1)
+CUDA = Settings("digits", None, "bfloat16", device="cuda")
 
 
 def test_processes_share_processor_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:

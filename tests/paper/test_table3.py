@@ -16,14 +16,14 @@ from dllp import data as datasets
 from dllp.cli.main import main
 from dllp.data import ArrayData, StreamedData
 from dllp.errors import ArtifactError
+from dllp.runs.launch import finish
 from paper import __main__ as module
 from paper import tables
 from paper.jobs import Job, Runner, Splits
-from paper.launch import Book, finish
+from paper.launch import Book, Settings, seen_data
 from paper.store import CLEAN, Store
 from paper.summary import open_store
 from paper.tables import Quoted, Table, Variant
-from paper.workers import Settings, Worker
 from tests.support import pictures
 from tests.support.commands import ENVIRONMENT, one_line
 
@@ -61,12 +61,13 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Table:
 def test_every_row_stands_with_its_seeds_and_targets() -> None:
     table = tables.TABLES["table3"]
     jobs = {row.name: row.job for row in table.rows}
-    own, others = ["dllp-channel-65.95", "given-channel-65.95"], ["tuned-l1-filters-65.95", "tuned-slimming-65.95"]
+    own = ["dllp-channel-65.95", "given-channel-65.95"]
+    others = [f"tuned-{name}-65.95" for name in ("l1-filters", "slimming", "dcp", "ccp")]
     assert list(jobs) == ["dense", *own, *others]
-    assert [job.keep for job in jobs.values()] == [1.0, 0.3405, 0.3405, 0.3405, 0.3405]
-    assert [row.seeds for row in table.rows] == [(0, 1, 2), (0, 1, 2), (0, 1, 2), (0,), (0,)]
-    assert [job.finetune for job in jobs.values()] == [0, 0, 0, 30, 30]
-    assert [job.epochs for job in jobs.values()] == [60, 60, 90, 60, 60]
+    assert [job.keep for job in jobs.values()] == [1.0] + [0.3405] * 6
+    assert [row.seeds for row in table.rows] == [(0, 1, 2)] * 3 + [(0,)] * 4
+    assert [job.finetune for job in jobs.values()] == [0, 0, 0, 30, 30, 30, 30]
+    assert [job.epochs for job in jobs.values()] == [60, 60, 90, 60, 60, 60, 60]
     for job in jobs.values():
         assert (job.network, job.config.batch_size, job.augment) == ("resnet50", 512, "resized-crop")
     assert jobs["dllp-channel-65.95"].config.particles == 2
@@ -105,10 +106,10 @@ def test_the_whole_table_on_pictures_in_memory(
     assert f"Measured on animals: 20 training examples of {SIDE}x{SIDE} in 2 classes." in text
     assert "*SFP, quoted from the paper*" in text and "on ImageNet at 224x224" in text
     assert "`dllp bench small3 --data FOLDER" in text
-    assert text.count(", 1 epochs of fine-tuning (before it ") == 2, "as many as the runs had, not the table's 30"
+    assert text.count(", 1 epochs of fine-tuning (before it ") == 3, "as many as the runs had, not the table's 30"
     assert json.loads((store.folder / "summary.json").read_text())["data"].startswith("animals: 20 ")
     assert main([*words[:2], *words[4:], "--list"]) == 0, "what is finished can be listed without the data"
-    assert "5 of 5 jobs are finished" in capsys.readouterr().out
+    assert "7 of 7 jobs are finished" in capsys.readouterr().out
 
 
 def test_streamed_pictures_and_a_validation_split(
@@ -147,10 +148,10 @@ def test_bad_pictures_are_said(table: Table, folder: Path, tmp_path: Path, capsy
     assert f"cannot read 1 of 20 images, more than max_bad = 0.1% allows: replace or remove the image {bad}" in (
         capsys.readouterr().err
     )
-    settings = Settings(str(data), None, "cpu", "float32", 1, loading={"max_bad": "10%"})
+    settings = Settings(str(data), None, "float32", device="cpu", loading={"max_bad": "10%"})
     known, quiet = replace(settings, reported=(str(bad),)), replace(settings, quiet=True)
     for own, lines in ((settings, 1), (known, 0), (quiet, 0)):
-        Worker(own)._prepare()
+        own.prepare()
         assert capsys.readouterr().err.count("is left out") == lines
 
 
@@ -174,9 +175,9 @@ def test_runs_on_other_data_are_refused(table: Table, folder: Path, tmp_path: Pa
     out, variant = tmp_path / "out", Variant(epochs=1)
     store, plan = open_store(out, table, variant), table.plan(["dense"], [0, 1], variant)
     other = datasets.load(pictured(tmp_path / "other", count=8))
-    finish(plan[:1], Book(store), Runner(other, device="cpu"))
+    finish(plan[:1], Book(store), Runner(other, device="cpu").run)
     with pytest.raises(ArtifactError, match=r"other data \(other: 16 training .* than animals: 20 .*another --out"):
-        finish(plan, Book(store), Runner(datasets.load(folder), device="cpu"))
+        Runner(datasets.load(folder)).splits.check(seen_data(store))
     assert len(store.lines()) == 1
 
 
@@ -229,6 +230,6 @@ def test_the_real_network(tmp_path: Path) -> None:
     data = datasets.load(pictured(tmp_path / "pictures", count=8, side=32))
     table, variant = tables.TABLES["table3"], Variant(epochs=1)
     store = open_store(tmp_path, table, variant)
-    finish(table.plan((), [0], variant), Book(store), Runner(data, device="cpu"))
+    finish(table.plan((), [0], variant), Book(store), Runner(data, device="cpu").run)
     found = {line["row"]: min(line["flops_removed"]) for line in store.lines()}
     assert len(found) == 4 and all(removed >= 0.6595 for name, removed in found.items() if name != "dense")

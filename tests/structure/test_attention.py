@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from dllp.errors import StructureError
-from dllp.structure.attention import CutAttention
+from dllp.structure.following import CutAttention
 from dllp.structure.groups import Structure, discover
 from dllp.structure.padding import padded
 from dllp.structure.select import select

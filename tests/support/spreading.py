@@ -15,10 +15,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from dllp.cli.main import main
-from paper import cluster, tables, workers
+from dllp.runs import cluster, workers
+from dllp.runs.workers import Answer, Settings, Worker
+from paper import tables
 from paper.jobs import Job
 from paper.tables import Row, Table
-from paper.workers import Answer, Settings, Worker
 
 NOTES, GO = "TEST_NOTES", ".go"
 DENSE = Job("small_cnn", "dense", epochs=1)

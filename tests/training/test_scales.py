@@ -107,8 +107,21 @@ def test_a_weight_of_several_groups_counts_for_one_of_them() -> None:
     torch.testing.assert_close(scales.of(particles.rows)[0], torch.stack(wanted))
 
 
+def test_units_of_unlike_sizes_need_no_padding() -> None:
+    """Neurons have hundreds of weights, a head tens of thousands: memory is that of the weights."""
+    model = nn.Sequential(nn.Linear(40, 3), nn.ReLU(), nn.Linear(3, 500), nn.ReLU(), nn.Linear(500, 2))
+    particles, structure = setting(lambda: model, torch.randn(2, 40), n=1)
+    scales = channel_scales(model, structure, particles.layout, CPU)
+    assert sorted(scales.parts) == [(3, 40), (500, 3)] and len(scales.at) == 3 * 40 + 500 * 3
+    unit = torch.arange(503.0)[None]
+    found = torch.zeros(particles.layout.size).index_copy(0, scales.at, scales.at_coordinates(unit)[0])
+    of_first, of_second = (particles.layout.segments[f"{k}.weight"].view(found) for k in (0, 2))
+    assert torch.equal(of_first, unit[0, :3, None].expand(3, 40))
+    assert torch.equal(of_second, unit[0, 3:, None].expand(500, 3))
+
+
 def test_sums_and_spread() -> None:
-    scales = Scales(torch.zeros(7, 1, dtype=torch.int64), torch.ones(7), ("a", "b", "c"), (4, 1, 2))
+    scales = Scales.of_pairs(torch.arange(7), torch.arange(7), ("a", "b", "c"), (4, 1, 2), 7, CPU)
     values = torch.tensor([[1.0, 2, 3, 4, 5, 6, 7], [0, 0, 1, 0, 2, 0, 3]])
     assert scales.module_sums(values).tolist() == [[10, 5, 13], [1, 2, 3]]
     assert scales.spread(torch.tensor([[1.0, 2, 3], [4, 5, 6]])).tolist() == [[1] * 4 + [2, 3, 3], [4] * 4 + [5, 6, 6]]

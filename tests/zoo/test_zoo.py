@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dllp import zoo
 from dllp.errors import ConfigError
 from dllp.structure.initialise import reinitialise
-from dllp.zoo.resnet import ZeroPadShortcut
+from dllp.zoo.networks import ZeroPadShortcut
 
 
 def macs(model: nn.Module, shape: tuple[int, ...]) -> float:

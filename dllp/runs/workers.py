@@ -1,4 +1,4 @@
-"""Workers of a bench and processes of this machine that hold them: each loads the data itself and answers jobs."""
+"""Workers that run jobs, and processes of this machine that hold them: each loads the data itself."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import multiprocessing
 import os
 import platform
 import signal
-import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing import connection, resource_tracker
 from multiprocessing.context import SpawnProcess
 from typing import Any
@@ -19,11 +18,7 @@ from typing import Any
 import torch
 
 from dllp import __version__
-from dllp.data.unreadable import SkippedImage
-from dllp.devices.device import find_device
-from dllp.errors import DllpError, WorkerError
-from paper.coloured_digits import load_data
-from paper.jobs import Job, Outcome, Runner
+from dllp.errors import DllpError, Interrupted, WorkerError
 
 
 @dataclass(frozen=True)
@@ -39,10 +34,10 @@ class Failed:
         return isinstance(self.error, WorkerError)
 
 
-def attempt(runner: Runner, job: Job) -> Outcome | Failed:
-    """Run a job; no error is raised."""
+def attempt(run: Callable[[Any], Any], job: Any) -> Any:
+    """Run a job: what it gives, or :class:`Failed`; no error is raised."""
     try:
-        return runner.run(job)
+        return run(job)
     except DllpError as error:
         return Failed(error)
     except (torch.OutOfMemoryError, MemoryError):
@@ -51,34 +46,23 @@ def attempt(runner: Runner, job: Job) -> Outcome | Failed:
         return Failed(WorkerError(f"{type(error).__name__}: {error}"), traceback.format_exc())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a worker: small, and pickled with it.
+    """Settings of a worker, for subclasses to add to: small, and pickled with it.
 
     Args:
-        data, root: As for :func:`paper.coloured_digits.load_data`.
-        device, precision, recompute: As in :class:`dllp.Config`.
+        device: As in :class:`dllp.Config`.
         threads: Of the processor, for this worker.
-        loading: Further arguments for it.
-        everywhere: As for :class:`paper.jobs.Splits`.
-        seen: Data of finished runs.
-        reported: Images that are left out, as the launcher has reported.
-        quiet: Report no others.
         version: Of the launcher's dllp.
     """
 
-    data: str
-    root: str | None
     device: str
-    precision: str
-    threads: int
-    loading: Mapping[str, Any] = field(default_factory=dict)
-    recompute: bool = False
-    everywhere: bool = True
-    seen: Sequence[dict[str, Any]] = ()
-    reported: Sequence[str] = ()
-    quiet: bool = False
+    threads: int = 1
     version: str = __version__
+
+    def prepare(self) -> Callable[[Any], Any]:
+        """The function that runs one job here, after the data was loaded; called once, before the first job."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -95,44 +79,29 @@ class Lost:
     reason: str
 
 
-Answer = Outcome | Failed | Unfit | Lost
+Answer = Any
+"""What a job gives, or one of the three above."""
 
 
 class Worker:
-    """Runs jobs where it was started; dense networks stay at hand for the jobs that start from them."""
+    """Runs jobs where it was started."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.runner: Runner | None = None
+        self.run: Callable[[Any], Any] | None = None
 
-    def answer(self, job: Job) -> Answer:
+    def answer(self, job: Any) -> Answer:
         """Run one job; nothing is raised, so that every error reaches the launcher in the same way."""
+        own = self.settings
         try:
-            if self.runner is None:
-                self.runner = self._prepare()
+            if own.version != __version__:
+                raise WorkerError(f"it has dllp {__version__}, not {own.version}: install the same version everywhere")
+            if self.run is None:
+                torch.set_num_threads(own.threads)
+                self.run = own.prepare()
         except (DllpError, OSError) as error:
             return Unfit(WorkerError(f"the worker on {platform.node()}: {error}"))
-        return attempt(self.runner, job)
-
-    def _prepare(self) -> Runner:
-        own = self.settings
-        if own.version != __version__:
-            raise WorkerError(f"it has dllp {__version__}, not {own.version}: install the same version everywhere")
-        torch.set_num_threads(own.threads)
-        machine: dict[str, Any] = {"device": str(find_device(own.device)), "precision": own.precision}
-        data = load_data(own.data, root=own.root, report=None if own.quiet else self._report, **own.loading)
-        runner = Runner(data, everywhere=own.everywhere, **machine, recompute=own.recompute)
-        runner.splits.check(own.seen)
-        return runner
-
-    def _report(self, image: SkippedImage) -> None:
-        if image.name not in self.settings.reported:
-            say_left_out(image)
-
-
-def say_left_out(image: SkippedImage) -> None:
-    """One line on standard error."""
-    print("dllp: warning:", " ".join(str(image).split()), file=sys.stderr, flush=True)
+        return attempt(self.run, job)
 
 
 # ---- processes of this machine
@@ -177,7 +146,7 @@ class Processes:
         return -(-self.count // len(self.devices))
 
     def room(self, busy: int) -> bool:
-        """See :class:`paper.launch.Pool`, here and below."""
+        """See :class:`dllp.runs.launch.Pool`, here and below."""
         return busy < self.count
 
     def hire(self) -> Hand:
@@ -194,7 +163,7 @@ class Processes:
         """The settings of a worker: devices go round."""
         return replace(self.settings, device=self.devices[number % len(self.devices)])
 
-    def give(self, hand: Hand, job: Job) -> None:
+    def give(self, hand: Hand, job: Any) -> None:
         with suppress(OSError):  # a dead worker is reported by answers
             hand.pipe.send(job)
 
@@ -224,7 +193,7 @@ def serve(pipe: connection.Connection, settings: Settings) -> None:
     """The main function of a worker's process: answer until the pipe is closed."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     worker = Worker(settings)
-    with suppress(EOFError):
+    with suppress(EOFError, Interrupted):  # a run that was asked to stop has written its checkpoint
         while True:
             job: Any = pipe.recv()
             pipe.send(worker.answer(job))

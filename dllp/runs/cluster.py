@@ -1,4 +1,4 @@
-"""Workers as actors of a Ray cluster: each has its own processors, and a GPU where the bench uses CUDA.
+"""Workers as actors of a Ray cluster: each has its own processors, and a GPU where jobs use CUDA.
 
 Ray itself never runs a job again: a worker may have finished some of its jobs, and those are not run twice.
 """
@@ -16,8 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from dllp.errors import ConfigError, Interrupted, WorkerError
-from paper.jobs import Job
-from paper.workers import Answer, Failed, Lost, Settings, Unfit, Worker
+from dllp.runs.workers import Answer, Failed, Lost, Settings, Unfit, Worker
 
 LOCAL, AUTO = "local", "auto"
 REACHING, WAITING = 10.0, 60.0
@@ -83,7 +82,7 @@ class Cluster:
         return 1 if "GPU" in self.wanted else max(map(self._fit, _nodes()), default=1)
 
     def room(self, busy: int) -> bool:
-        """See :class:`paper.launch.Pool`, here and below."""
+        """See :class:`dllp.runs.launch.Pool`, here and below."""
         slots = sum(map(self._fit, _nodes()))
         if slots:
             self.deadline = time.monotonic() + WAITING
@@ -95,7 +94,7 @@ class Cluster:
     def hire(self) -> Any:
         return self.actor.remote(self.settings)
 
-    def give(self, hand: Any, job: Job) -> None:
+    def give(self, hand: Any, job: Any) -> None:
         self.asked[hand.answer.remote(job)] = hand
 
     def answers(self) -> Iterator[tuple[Any, Answer]]:

@@ -1,4 +1,4 @@
-"""Residual networks: the CIFAR family (ResNet-8, -20, -56) and ResNet-50 in its ImageNet form."""
+"""The networks: VGG in its CIFAR form, ResNets of CIFAR (8, 20, 56) and ImageNet (50), a small CNN and an MLP."""
 
 from __future__ import annotations
 
@@ -13,6 +13,73 @@ from torch.nn import functional as F
 
 from dllp.errors import ConfigError
 from dllp.structure.initialise import initialise
+
+# Widths of the convolutions of each stage of VGG; every stage ends in a 2x2 max-pool.
+STAGES_11 = ((64,), (128,), (256, 256), (512, 512), (512, 512))
+STAGES_16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
+
+
+def _vgg(stages: tuple[tuple[int, ...], ...], num_classes: int = 10, in_channels: int = 3) -> nn.Sequential:
+    """Convolutions with batch normalisation, one global pool and one linear classifier."""
+    layers: list[nn.Module] = []
+    width = in_channels
+    for stage in stages:
+        for out in stage:
+            layers += [nn.Conv2d(width, out, 3, padding=1, bias=False), nn.BatchNorm2d(out), nn.ReLU()]
+            width = out
+        layers.append(nn.MaxPool2d(2))
+    return _convolutional(OrderedDict(features=nn.Sequential(*layers)), width, num_classes)
+
+
+vgg11_bn = partial(_vgg, STAGES_11)
+"""8 convolutions, 9.2 M parameters, 153 MMACs at 32x32."""
+vgg16_bn = partial(_vgg, STAGES_16)
+"""13 convolutions, 14.7 M parameters, 313 MMACs at 32x32."""
+
+
+def small_cnn(num_classes: int = 10, in_channels: int = 1) -> nn.Sequential:
+    """Three 3x3 convolutions of 32, 64 and 64 channels with batch normalisation, made for 8x8 digits."""
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    width = in_channels
+    for i, out in enumerate((32, 64, 64), start=1):
+        layers[f"conv{i}"] = nn.Conv2d(width, out, 3, padding=1, bias=False)
+        layers[f"bn{i}"] = nn.BatchNorm2d(out)
+        layers[f"relu{i}"] = nn.ReLU()
+        if i == 2:
+            layers["maxpool"] = nn.MaxPool2d(2)
+        width = out
+    return _convolutional(layers, width, num_classes)
+
+
+def mlp(
+    num_classes: int = 10, in_channels: int = 1, image_size: int = 8, hidden: Sequence[int] = (128, 128)
+) -> nn.Sequential:
+    """Linear layers with ReLU between them; for tables `in_channels` is the number of columns, `image_size` 1."""
+    layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
+    width = in_channels * image_size**2
+    for i, out in enumerate(hidden, start=1):
+        layers[f"linear{i}"] = nn.Linear(width, out)
+        layers[f"relu{i}"] = nn.ReLU()
+        width = out
+    layers["classifier"] = nn.Linear(width, num_classes)
+    return _initialised(layers)
+
+
+def _convolutional(layers: OrderedDict[str, nn.Module], width: int, num_classes: int) -> nn.Sequential:
+    """The layers, a global pool over their `width` channels, and a linear classifier."""
+    layers["pool"] = nn.AdaptiveAvgPool2d(1)
+    layers["flatten"] = nn.Flatten()
+    layers["classifier"] = nn.Linear(width, num_classes)
+    return _initialised(layers)
+
+
+def _initialised(layers: OrderedDict[str, nn.Module]) -> nn.Sequential:
+    model = nn.Sequential(layers)
+    initialise(model)
+    return model
+
+
+# ---- residual networks
 
 Shortcut = Literal["zero-pad", "projection"]
 
@@ -107,7 +174,7 @@ class CifarResNet(_ResNet):
     """Three stages of `blocks` basic blocks each, `width`, 2 and 4 times `width` channels; depth 6 blocks + 2."""
 
     def __init__(
-        self, blocks: int, num_classes: int, in_channels: int, shortcut: Shortcut = "zero-pad", width: int = 16
+        self, blocks: int, num_classes: int = 10, in_channels: int = 3, shortcut: Shortcut = "zero-pad", width: int = 16
     ) -> None:
         if shortcut not in get_args(Shortcut):
             raise ConfigError(f"shortcut = {shortcut!r} is unknown: choose zero-pad or projection")
@@ -119,7 +186,7 @@ class CifarResNet(_ResNet):
 class ImageNetResNet(_ResNet):
     """Bottleneck network: 7x7 stem, four stages of 64, 128, 256, 512 inner channels."""
 
-    def __init__(self, depths: tuple[int, int, int, int], num_classes: int, in_channels: int) -> None:
+    def __init__(self, depths: tuple[int, int, int, int], num_classes: int = 1000, in_channels: int = 3) -> None:
         conv = nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False)
         pool = nn.MaxPool2d(3, stride=2, padding=1)
         stem = {"conv": conv, "bn": nn.BatchNorm2d(64), "relu": nn.ReLU(), "maxpool": pool}
@@ -136,21 +203,11 @@ class ImageNetResNet(_ResNet):
         return {"conv1": "conv", "bn1": "bn", "fc": "classifier"}.get(first, first) + dot + rest
 
 
-def small_resnet(num_classes: int = 10, in_channels: int = 3, shortcut: Shortcut = "projection") -> CifarResNet:
-    """ResNet-8: one basic block in each of three stages."""
-    return CifarResNet(1, num_classes, in_channels, shortcut)
-
-
-def resnet20(num_classes: int = 10, in_channels: int = 3, shortcut: Shortcut = "zero-pad") -> CifarResNet:
-    """ResNet-20: 0.27 M parameters, 41 MMACs at 32x32."""
-    return CifarResNet(3, num_classes, in_channels, shortcut)
-
-
-def resnet56(num_classes: int = 10, in_channels: int = 3, shortcut: Shortcut = "zero-pad") -> CifarResNet:
-    """ResNet-56: 0.85 M parameters, 126 MMACs at 32x32."""
-    return CifarResNet(9, num_classes, in_channels, shortcut)
-
-
-def resnet50(num_classes: int = 1000, in_channels: int = 3) -> ImageNetResNet:
-    """ResNet-50 v1.5: 25.6 M parameters, 4.1 GMACs at 224x224."""
-    return ImageNetResNet((3, 4, 6, 3), num_classes, in_channels)
+small_resnet = partial(CifarResNet, 1, shortcut="projection")
+"""ResNet-8: one basic block in each of three stages."""
+resnet20 = partial(CifarResNet, 3)
+"""0.27 M parameters, 41 MMACs at 32x32."""
+resnet56 = partial(CifarResNet, 9)
+"""0.85 M parameters, 126 MMACs at 32x32."""
+resnet50 = partial(ImageNetResNet, (3, 4, 6, 3))
+"""ResNet-50 v1.5: 25.6 M parameters, 4.1 GMACs at 224x224."""
