@@ -106,6 +106,7 @@ class Budget:
             by default channels, and with keep_latency both.
         round_to: A layer keeps a multiple of this many channels, or all that it has. By default 8, which most runtimes
             are made for, where all layers are wide enough, and 1 elsewhere.
+        even: Layers that were equally wide keep equally many channels, as one `config.json` of Hugging Face can say.
         gate_linear: With `weight`: gate the weights of linear layers too.
         sparsity: Without a budget: strength of the hyperprior -sparsity * cost/dense on the gates.
     """
@@ -116,6 +117,7 @@ class Budget:
     granularity: Granularity = "channel"
     units: Units | None = None
     round_to: Count = WAITS
+    even: bool = False
     gate_linear: bool = False
     sparsity: NotNegative | None = None
 
@@ -332,6 +334,8 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
             raise ConfigError(
                 f"round_to = {self.round_to}: with keep_latency the profile's widths decide, leave it out"
             )
+        if self.even and (self.units in ("blocks", "both") or self.keep_latency is not None):
+            raise ConfigError("even = True cuts channels by FLOPs or parameters: leave out units and keep_latency")
         if self.granularity == "weight" and self.units not in (None, "channels"):
             raise ConfigError(f"units = {self.units} are no single weights: leave out granularity = weight, or units")
         if "batch_size" not in unresolved and self.accumulate > self.batch_size:
@@ -466,7 +470,8 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
         """All that digests and fingerprints count: :meth:`as_dict` with the values that retired options had.
 
         Options of a teacher count where there is one, the optimizer where it is not SGD, the units where they are not
-        channels, and a latency where it is the budget, so that runs without keep the names they had before.
+        channels, a latency where it is the budget, and an even cut where it is asked for, so that runs without keep the
+        names they had before.
         """
         values = self.as_dict() | {name: value[self.granularity] for name, value in RETIRED.items()}
         taught = self.teacher != "off"
@@ -476,6 +481,8 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
             del values["units"]
         if self.keep_latency is None:
             del values["keep_latency"]
+        if not self.even:
+            del values["even"]
         return {name: value for name, value in values.items() if taught or not name.startswith("teacher")}
 
 

@@ -95,7 +95,9 @@ def prepare(
     objective = objective or Objective(config)
     batches = as_batches(data, config, device, as_is=objective.loss is not None, steps=steps)
     x, y = example_of(batches)
-    options: dict[str, Any] = {"filter_fn": filter_fn, "channels": channels, "units": config.usual_units}
+    options: dict[str, Any] = {
+        "filter_fn": filter_fn, "channels": channels, "units": config.usual_units, "even": config.even,
+    }  # fmt: skip
     if y is None or isinstance(batches, StreamedBatches):
         example = check_loss(model, objective, config, x)
         return Prepared(batches, example, discover(model, example, **options), x, None)

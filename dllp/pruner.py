@@ -88,7 +88,8 @@ class Pruner(torch.optim.Optimizer):
         check_repeatable(device, config.deterministic)
         channels = gates and config.granularity == "channel"
         self.example = positional(model, *trees.arguments(example))
-        self.structure = discover(model, self.example, filter_fn=filter_fn, channels=channels, units=config.units)
+        options: dict[str, Any] = {"channels": channels, "units": config.units, "even": config.even}
+        self.structure = discover(model, self.example, filter_fn=filter_fn, **options)
         if channels:
             check_groups(self.structure)
         everyone = Axis()

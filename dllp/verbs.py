@@ -85,8 +85,9 @@ def show(result: Result, path: str | Path, data: Data | None = None) -> Path:
                 examples.collect(found.clean[evaluation.TOGETHER], dense).write(folder)
         run = contents.read(folder)
         if result.shape:
-            subjects = timing.subjects(result, result.shape, round_to=1)
-            look = contents.Speed(timing.measure_torch(subjects, result.shape), [], contents.BRIEF)
+            shape = _shape(result)
+            subjects = timing.subjects(result, shape, round_to=1)
+            look = contents.Speed(timing.measure_torch(subjects, shape), [], contents.BRIEF)
             run = replace(run, speed=look)
         page = report.build([run])
     files.write_named(path, page)
@@ -114,4 +115,4 @@ def _dense(result: Result) -> Posterior | None:
 def _shape(result: Result) -> tuple[int, ...]:
     if not result.shape:
         raise ConfigError("the result does not say what its inputs look like: use dllp.export.export with a shape")
-    return result.shape
+    return exporting.input_shape(result.model, result.shape)

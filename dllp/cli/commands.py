@@ -46,7 +46,7 @@ def bench(args: Namespace) -> None:
 
 
 def export(args: Namespace) -> None:
-    """Write one particle, or the posterior, as an ONNX or pt2 file."""
+    """Write one particle, or the posterior, as an ONNX or pt2 file, or as a folder of Hugging Face."""
     from dllp.deploy import export
 
     if args.posterior and args.particle is not None:
@@ -59,7 +59,11 @@ def export(args: Namespace) -> None:
     done = export.export(
         opened.result, args.out, opened.shape, format=format, particle=particle, uint8=args.uint8, pad_to=args.pad_to
     )
-    kind = "uint8" if args.uint8 else "float32"
+    if format == "huggingface":
+        print(f"{done.path}: {done.bytes:,} bytes; from_pretrained reads it, with the same outputs bit for bit")
+        return
+    tokens = isinstance(export.input_shape(opened.result.model, opened.shape), export.Tokens)
+    kind = "uint8" if args.uint8 else "int64" if tokens else "float32"
     print(f"{done.path}: {done.bytes:,} bytes, {kind} input (batch, {', '.join(map(str, opened.shape))})")
     print(f"outputs: {', '.join(done.outputs)}")
     print(f"largest difference from PyTorch: {done.difference:.2g} ({done.runtime}, batches of {export.BATCHES})")
@@ -117,12 +121,12 @@ def profile(args: Namespace) -> None:
 def speed(args: Namespace) -> None:
     """Time dense and pruned network, and leave the figures of the first particle in the run folder for its report."""
     from dllp.deploy import speed
-    from dllp.deploy.export import require_onnx
+    from dllp.deploy.export import input_shape, require_onnx
 
     require_onnx()
     folder = Path(args.folder)
     opened = read_run(folder, args).open(shape=args.shape)
-    shape = opened.shape
+    shape = input_shape(opened.result.model, opened.shape)
     subjects = speed.subjects(opened.result, shape, particle=args.particle - 1, round_to=args.round_to)
     with progress.status(args.quiet) as show:
         rows = speed.measure(subjects, shape, batches=args.batch, seconds=args.seconds, progress=show)

@@ -265,8 +265,9 @@ def _export(parser: Parser) -> None:
     _describe(parser, "export DIR --out FILE", about, EXPORT)
     _folder(parser)
     parser.set_defaults(particle=None)  # None: not given, as --posterior wants it
-    add(parser, "--out", str, "File to write.", required=True, metavar="FILE")
-    add(parser, "--format", Literal["onnx", "pt2"], "Its kind; by default what its name ends in, or onnx.")
+    add(parser, "--out", str, "File to write; of huggingface a new folder.", required=True, metavar="FILE")
+    text = "Its kind; by default what its name ends in, or onnx. huggingface: an even cut that from_pretrained reads."
+    add(parser, "--format", Literal["onnx", "pt2", "huggingface"], text)
     text = "All particles, with their uncertainty as further outputs."
     add(parser, "--posterior", bool, text)
     add(parser, "--uint8", bool, "Take raw images and normalise them inside.")

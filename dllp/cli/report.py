@@ -16,6 +16,7 @@ from dllp.cli import progress
 from dllp.cli.open_run import configure, read_run, read_settings
 from dllp.data import Dataset
 from dllp.deploy import speed
+from dllp.deploy.export import input_shape
 from dllp.devices.device import find_device
 from dllp.errors import DataError, DllpError
 from dllp.evaluation import examples
@@ -98,7 +99,7 @@ def _completed(found: contents.Run, args: Namespace, show: Callable[[str], None]
 def _measured(folder: Path, args: Namespace) -> contents.Speed:
     """A brief look: PyTorch, one thread; `dllp speed` looks longer and at more."""
     opened = read_run(folder, args).open()
-    result, shape = opened.result, opened.shape
+    result, shape = opened.result, input_shape(opened.result.model, opened.shape)
     dense, pruned = speed.subjects(result, shape, round_to=1)
     rows = speed.measure_torch([dense, pruned], shape)
     cut = result.particles[0].recipe

@@ -1,4 +1,7 @@
-"""Networks for other runtimes: ONNX or torch.export's pt2, one particle or the posterior, checked against PyTorch."""
+"""Networks for other runtimes: ONNX or torch.export's pt2, one particle or the posterior, checked against PyTorch.
+
+Those of Hugging Face can also be written as a folder of their own kind (:mod:`dllp.deploy.hugging_face`).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -17,16 +20,18 @@ from torch import Tensor, nn
 
 from dllp import files
 from dllp.api import Result
+from dllp.deploy import hugging_face
 from dllp.devices.device import undisturbed
 from dllp.errors import ConfigError, ExportError, check_count
 from dllp.method.likelihood import split_noise
-from dllp.posterior import decompose, evaluating
+from dllp.posterior import decompose, evaluating, logits_of
 from dllp.structure.groups import chosen_again, discover
 from dllp.structure.padding import fill, kept_units, padded
 from dllp.structure.slicing import kept_indices
+from dllp.structure.trace import UNFIT
 from dllp.training.extract import plain
 
-Format = Literal["onnx", "pt2"]
+Format = Literal["onnx", "pt2", "huggingface"]
 INPUT = "input"
 OUTPUTS = ("prediction", "aleatoric", "epistemic")
 """Of the posterior; one that is called `mean` makes an invalid ONNX model."""
@@ -38,7 +43,7 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Exported:
-    """A file that another runtime can read, and its difference from PyTorch.
+    """A file (of Hugging Face a folder) that another runtime can read, and its difference from PyTorch.
 
     Attributes:
         path, format, bytes: The file.
@@ -54,6 +59,23 @@ class Exported:
     outputs: tuple[str, ...]
     difference: float
     runtime: str
+
+
+class Tokens(tuple[int, ...]):
+    """The shape of inputs that are rows of a table, and the number of its rows: integers below `words` are inputs."""
+
+    words: int
+
+
+class Logits(nn.Module):
+    """A network that returns an object or a mapping: inputs -> the tensor that `select` finds in it."""
+
+    def __init__(self, network: nn.Module, select: Callable[[Any], Tensor] = logits_of) -> None:
+        super().__init__()
+        self.network, self.select = network, select
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.select(self.network(x))
 
 
 class Pixels(nn.Module):
@@ -133,9 +155,10 @@ def export(
 
     Args:
         result: The run.
-        path: The file; an old one is replaced.
-        shape: Of one input, without the batch: (channels, height, width).
-        format: `onnx`, which needs the extra of that name, or `pt2`; by default that of the file's ending, or onnx.
+        path: The file; an old one is replaced. Of `huggingface` a new or empty folder.
+        shape: Of one input, without the batch: (channels, height, width), or (tokens,).
+        format: `onnx`, which needs the extra of that name, `pt2`, or `huggingface` for an even cut of one of its
+            networks, which `from_pretrained` then reads; by default that of the file's ending, or onnx.
         particle: Index of an extracted network, or None for the ensemble with its uncertainty.
         uint8: Take raw images and normalise them inside, as `result.info["data"]` says.
         pad_to: Add dead channels up to a multiple of this: the same function, on kernels that like such widths.
@@ -149,6 +172,9 @@ def export(
         require_onnx()
     chosen = range(len(result.particles)) if particle is None else [particle]
     small = [result.particles[i].network for i in chosen]
+    shape = input_shape(small[0], shape)
+    if format == "huggingface":
+        return _pretrained(result, particle, path, shape, plain_only=not uint8 and pad_to == 1)
     wide = small if pad_to == 1 else [wider(result, i, shape, pad_to) for i in chosen]
     first = "logits" if result.config.task == "classification" else "output"
     single = (first, "noise") if result.posterior.head else (first,)
@@ -162,6 +188,17 @@ def export(
     return Exported(path, format, len(content), outputs, difference, runtime)
 
 
+def _pretrained(
+    result: Result, particle: int | None, path: Path, shape: tuple[int, ...], *, plain_only: bool
+) -> Exported:
+    if particle is None or not plain_only:
+        raise ConfigError("format = huggingface writes one particle as it is: leave out posterior, uint8 and pad_to")
+    chosen = result.particles[particle]
+    with evaluating(chosen.network), _quiet():
+        count = hugging_face.write(chosen.network, chosen.reference, path, inputs(2, shape))
+    return Exported(path, "huggingface", count, ("logits",), 0.0, "transformers")
+
+
 def wider(result: Result, particle: int, shape: tuple[int, ...], multiple: int) -> nn.Module:
     """An extracted network with dead channels up to a multiple, its outputs unchanged."""
     chosen = result.particles[particle]
@@ -169,13 +206,19 @@ def wider(result: Result, particle: int, shape: tuple[int, ...], multiple: int) 
         return chosen.network
     whole = plain(chosen.reference)
     fill(whole, chosen.network, kept_indices(whole, chosen.recipe))  # other methods train or mend what they have cut
-    structure = discover(whole, inputs(2, shape), filter_fn=chosen_again(result.whole), units=result.config.units)
+    again = chosen_again(result.whole)
+    options = {"units": result.config.units, "even": result.config.even}
+    structure = discover(whole, inputs(2, shape), filter_fn=again, **options)
     return padded(whole, structure, kept_units(whole, structure, chosen.recipe), multiple)[0].eval()
 
 
 def _assembled(
     result: Result, networks: list[nn.Module], particle: int | None, uint8: bool, shape: tuple[int, ...]
 ) -> nn.Module:
+    with torch.no_grad(), _one_line():
+        output = networks[0](inputs(2, shape))
+    if not isinstance(output, Tensor):
+        networks = [Logits(network, result.posterior.select) for network in networks]
     if result.posterior.head:
         networks = [WithNoise(network) for network in networks]
     whole = networks[0]
@@ -207,9 +250,23 @@ def require_onnx() -> None:
 def inputs(batch: int, shape: tuple[int, ...], uint8: bool = False) -> Tensor:
     """(batch, *shape) random inputs, always the same ones."""
     generator = torch.Generator().manual_seed(batch)
+    if isinstance(shape, Tokens):
+        return torch.randint(shape.words, (batch, *shape), generator=generator)
     if uint8:
         return torch.randint(256, (batch, *shape), generator=generator, dtype=torch.uint8)
     return torch.randn(batch, *shape, generator=generator)
+
+
+def input_shape(network: nn.Module, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The same shape, of a network that looks its inputs up as `Tokens`: of the largest table that it runs with."""
+    tables = {module.num_embeddings for module in network.modules() if isinstance(module, nn.Embedding)}
+    for count in sorted(tables, reverse=True):
+        tokens = Tokens(shape)
+        tokens.words = count
+        with suppress(*UNFIT), torch.no_grad():
+            network(inputs(2, tokens))
+            return tokens
+    return shape
 
 
 def write(network: nn.Module, path: Path, example: Tensor, format: Format) -> None:
@@ -219,7 +276,9 @@ def write(network: nn.Module, path: Path, example: Tensor, format: Format) -> No
 
 def trace(network: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
     """The network as a graph for any batch."""
-    with _quiet(), _one_line():
+    with torch.no_grad(), _quiet(), _one_line():
+        if not isinstance(network(example), (Tensor, tuple)):
+            network = Logits(network)
         return torch.export.export(network, (example,), dynamic_shapes=_any_batch())
 
 

@@ -48,25 +48,26 @@ def subjects(result: Result, shape: tuple[int, ...], *, particle: int = 0, round
     ]
     if not chosen.recipe:
         return both
+    config, again = result.config, chosen_again(result.whole)
     return [
         *both,
-        *multiples(chosen.reference, chosen.recipe, shape, round_to, chosen_again(result.whole), result.config.units),
+        *multiples(chosen.reference, chosen.recipe, shape, round_to, again, config.units, even=config.even),
     ]
 
 
 def multiples(
     reference: nn.Module, recipe: Any, shape: tuple[int, ...], round_to: int, filter_fn: FilterFn | None = None,
-    units: Units | None = None,
+    units: Units | None = None, *, even: bool = False,
 ) -> list[Subject]:  # fmt: skip
     """The pruned network with dead channels added, and with the widths that `round_to` would have chosen.
 
-    `filter_fn` and `units` are those of the run.
+    `filter_fn`, `units` and `even` are those of the run.
     """
     if round_to < 1:
         raise ConfigError(f"round_to = {round_to}: a positive number of channels is needed")
     if round_to == 1:
         return []
-    structure = discover(reference, inputs(2, shape), filter_fn=filter_fn, units=units)
+    structure = discover(reference, inputs(2, shape), filter_fn=filter_fn, units=units, even=even)
     keep = kept_units(reference, structure, recipe)
     ways = {f"padded to {round_to}": padded, f"rounded to {round_to}": rounded}
     return [Subject(f"{PRUNED}, {name}", *way(reference, structure, keep, round_to)) for name, way in ways.items()]

@@ -60,9 +60,8 @@ def _fold(result: Result, network: nn.Module, gated: tuple[str, ...], example: T
         fold = WeightFold({name: network.get_parameter(name).shape for name in gated})
         found = sum(fold.sizes)
     else:
-        structure = discover(
-            network, example[:2].cpu(), filter_fn=chosen_again(result.whole), units=result.config.units
-        )
+        options = {"units": result.config.units, "even": result.config.even}
+        structure = discover(network, example[:2].cpu(), filter_fn=chosen_again(result.whole), **options)
         found, fold = structure.units, Fold(network, structure.groups)
     if found != units:
         raise DataError(f"the run has {units} gates but the network {found}: a filter_fn chose what may be gated")

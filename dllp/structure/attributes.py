@@ -8,6 +8,7 @@ that is given one tells which axis has that size.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
-from dllp.structure.atoms import Label, section
+from dllp.structure.atoms import Label, divided, section
 from dllp.structure.following import asked_sizes
 
 SIZED = (nn.Linear, _ConvNd, _NormBase, nn.Embedding, nn.PReLU)
@@ -26,17 +27,29 @@ DIVIDING = frozenset({"split", "split_with_sizes", "unsafe_split"})
 OTHER = frozenset({"unflatten", "layer_norm", "rms_norm", "repeat", "narrow", "repeat_interleave"})
 
 
+Source = tuple[str, str, int]
+"""A module, the path of its attribute, and the position in it."""
+
+
 class Sized(int):
-    """An integer that knows the attribute it was read from."""
+    """An integer that knows the attributes it was computed from: a sum of products of them."""
 
-    module: str
-    path: str
-    index: int
+    terms: list[list[tuple[int, Source]]]
+
+    def __mul__(self, other: Any) -> Any:
+        if isinstance(other, Sized) and len(self.terms) == len(other.terms) == 1:
+            return _sized(int(self) * int(other), [self.terms[0] + other.terms[0]])
+        return int(self) * other
+
+    def __add__(self, other: Any) -> Any:
+        return (
+            _sized(int(self) + int(other), self.terms + other.terms) if isinstance(other, Sized) else int(self) + other
+        )
 
 
-def _sized(value: int, module: str, path: str, index: int = 0) -> Sized:
+def _sized(value: int, terms: list[list[tuple[int, Source]]]) -> Sized:
     result = Sized(value)
-    result.module, result.path, result.index = module, path, index
+    result.terms = terms
     return result
 
 
@@ -48,18 +61,19 @@ class Attributes(TorchFunctionMode):
     """Finds the axes that integer attributes of a network stand for; they are replaced in the given copy.
 
     Attributes:
-        sizes: {(module, path of the attribute, position in it): labels of the axes that had its size}.
+        sizes: Labels of the axes that had the size of an attribute.
         views: {(module, number): labels} of the views that modules make, numbered in each forward of a module.
         labels, stack: Set by the trace: the labels of a tensor, and the names of the modules that run.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.sizes: dict[tuple[str, str, int], list[Label]] = {}
+        self.sizes: dict[Source, list[Label]] = {}
         self.views: dict[tuple[str, int], list[Label]] = {}
         self.labels: Callable[[Tensor], list[Label]]
         self.stack: list[str]
         self.counts: dict[str, int] = {}
+        self.modules = dict(model.named_modules())
         for name, module in model.named_modules():
             if isinstance(module, SIZED):
                 continue
@@ -79,12 +93,27 @@ class Attributes(TorchFunctionMode):
                 self.counts[module] += 1
         if name == "__getitem__":
             self._item(args[0], args[1])
+        elif name == "scaled_dot_product_attention" and (kwargs or {}).get("enable_gqa"):
+            self._repeats(args[0], args[1])
         elif name in SHAPING | DIVIDING | OTHER:
             given = [*args[name not in ("zeros", "ones", "empty", "full") :], *(kwargs or {}).values()]
             sizes = list(_flat(given))
             if any(isinstance(size, Sized) for size in sizes):
                 self._sizes(name, sizes, list(args[1:]), out, (kwargs or {}).get("dim", 0))
         return out
+
+    def _repeats(self, query: Tensor, key: Tensor) -> None:
+        """Queries share keys: forwards that are given a mask repeat keys by an attribute, which this call did without.
+
+        It is one of the module's that has this size in all modules of its class (a number of layers has not).
+        """
+        times = query.shape[1] // key.shape[1]
+        found = divided(self.labels(query)[1], [key.shape[1], times]) if times < query.shape[1] and times > 1 else None
+        module = self.modules[self.stack[-1]]
+        alike = [vars(other) for other in self.modules.values() if type(other) is type(module)]
+        for path in vars(module) if found else ():
+            if all(type(values.get(path)) is Sized and values[path] == times for values in alike):
+                self._found(vars(module)[path], found[1])  # type: ignore[index]
 
     def _sizes(self, name: str, sizes: list[Any], given: list[Any], out: Any, dim: int) -> None:
         if name in DIVIDING:
@@ -98,7 +127,8 @@ class Attributes(TorchFunctionMode):
             else:
                 for size in (size for size in sizes if isinstance(size, Sized)):
                     same = [label for label, n in zip(self.labels(out), out.shape, strict=True) if n == size]
-                    self._found(size, *same[:1])
+                    if same:
+                        self._found(size, same[0])
 
     def _item(self, x: Tensor, index: Any) -> None:
         """x[..., a:b] with attributes a and b: the sizes of x[..., :a] and x[..., :b]."""
@@ -114,12 +144,21 @@ class Attributes(TorchFunctionMode):
                 for bound in _bounds(which) if isinstance(which, slice) else ():
                     if isinstance(bound, Sized) and 0 < bound <= x.shape[axis]:
                         label = section(self.labels(x)[axis], 0, int(bound))
-                        self._found(bound, *([] if label is None else [label]))
+                        if label is not None:
+                            self._found(bound, label)
                 axis += 1
 
-    def _found(self, size: Any, *labels: Label) -> None:
-        if isinstance(size, Sized):
-            self.sizes.setdefault((size.module, size.path, size.index), []).extend(labels)
+    def _found(self, size: Any, label: Label) -> None:
+        """An axis has the size of an attribute, or of a sum (parts one after the other) of products of some."""
+        start = 0
+        for term in size.terms if isinstance(size, Sized) else ():
+            length = math.prod(value for value, _ in term)
+            part = label if length == size else section(label, start, start + length)
+            factors = [part] if part is None or len(term) == 1 else divided(part, [value for value, _ in term])
+            for (_, source), factor in zip(term, factors or [], strict=False):
+                if factor is not None:
+                    self.sizes.setdefault(source, []).append(factor)
+            start += length
 
 
 def _bounds(which: slice) -> tuple[Any, Any]:
@@ -139,9 +178,9 @@ def _replace(values: dict[str, Any], module: str, prefix: str) -> None:
     for key, value in list(values.items()):
         path = prefix + key
         if _is_int(value):
-            values[key] = _sized(value, module, path)
+            values[key] = _sized(value, [[(value, (module, path, 0))]])
         elif type(value) in (list, tuple) and value and all(map(_is_int, value)):
-            values[key] = type(value)(_sized(v, module, path, i) for i, v in enumerate(value))
+            values[key] = type(value)(_sized(v, [[(v, (module, path, i))]]) for i, v in enumerate(value))
 
 
 def read(module: nn.Module, path: str) -> list[int] | None:

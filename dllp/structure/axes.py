@@ -25,6 +25,8 @@ from dllp.structure.rules import MIXED, PRODUCT, Call, Form, Unknown, apply
 
 INPUT = "its channels are the network's inputs"
 OUTPUT = "its channels are the network's outputs"
+ALIGNED = 8
+"""Numbers of half precision in 16 bytes."""
 COPIES = frozenset({"_to_copy", "clone", "contiguous", "alias", "detach"})
 """Operations whose output holds the numbers of their input."""
 
@@ -66,6 +68,7 @@ class Trace:
         reads: Axes of parameters that are added up in a product: gates multiply there.
         writes: Modules that make an axis, and its label.
         averages: Means over axes, in modules whose statistics can be gated.
+        aligned: Axes of which kernels take multiples of `ALIGNED` only.
         calls: Names of the modules that were called, and how often.
         unknown: Operations without a rule.
         attributes: Sizes that forwards took from attributes of modules.
@@ -77,6 +80,7 @@ class Trace:
     reads: set[tuple[str, int]] = field(default_factory=set)
     writes: list[tuple[str, Label]] = field(default_factory=list)
     averages: list[Average] = field(default_factory=list)
+    aligned: list[Label] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
 
@@ -195,6 +199,10 @@ class Axes(TorchDispatchMode):
     def write(self, label: Label) -> None:
         """The current module makes an axis."""
         self.trace.writes.append((self.where, label))
+
+    def align(self, *labels: Label) -> None:
+        """A kernel asks for rows of whole 16 bytes."""
+        self.trace.aligned += labels
 
     def average(self, label: Label, axis: int) -> None:
         """The current module takes a mean over an axis."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+import math
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from dllp.structure.atoms import MISALIGNED, Atom, Label, freeze, indices, leaves
-from dllp.structure.axes import Trace
+from dllp.structure.axes import ALIGNED, Trace
 from dllp.structure.slicing import Group, Slice, is_depthwise
 
 UNREAD = "no layer that could be cut reads its channels: they are the network's outputs"
 FILTERED = "filter_fn keeps "
+FINER = "an even cut removes whole heads or groups of them, not their dimensions"
 ALONE = "its channels can only be kept all together"
 
 
@@ -35,6 +37,7 @@ def components(model: nn.Module, trace: Trace, forbidden: Container[str]) -> tup
     _settle(trace)
     slices = _slices(trace)
     heads = {atom for p in trace.products if p.weight is None for label in p.labels for atom in leaves(label)}
+    aligned = {atom for label in trace.aligned for atom in leaves(label)}
     groups: dict[Atom, Group] = {}
     whole: dict[str, str] = {}
     for atom, made in makers.items():
@@ -43,7 +46,8 @@ def components(model: nn.Module, trace: Trace, forbidden: Container[str]) -> tup
         if reason is None:
             averaged = any(piece.role == "mean" for piece in slices[atom])
             kind = "width" if averaged else "head" if atom in heads else "channel"
-            groups[atom] = Group(name, atom.size, tuple(slices[atom]), width, kind)
+            multiple = math.gcd(ALIGNED, atom.size) if atom in aligned else 1
+            groups[atom] = Group(name, atom.size, tuple(slices[atom]), width, kind, multiple=multiple)
         else:
             atom.why = reason
     for _, found in order:
@@ -52,6 +56,19 @@ def components(model: nn.Module, trace: Trace, forbidden: Container[str]) -> tup
             root = next(iter(entire.get(first, [])), (makers[first][0], 1))[0]
             whole.setdefault(root, first.why or MISALIGNED)
     return groups, whole
+
+
+def coarsest(groups: Mapping[Atom, Group]) -> tuple[dict[Atom, Group], dict[Group, str]]:
+    """The group of the largest units on every axis that weights are read by; and {group: reason} of the others."""
+    taken: dict[tuple[str, int], Tensor] = {}
+    finer: dict[Group, str] = {}
+    for group in sorted(groups.values(), key=lambda group: -group.width):
+        reads = {(p.name, p.axis): p.unit >= 0 for p in group.slices if p.role == "read"}
+        if any(key in taken and bool((taken[key] & mine).any()) for key, mine in reads.items()):
+            finer[group] = FINER
+            continue
+        taken |= {key: taken[key] | mine if key in taken else mine for key, mine in reads.items()}
+    return {atom: group for atom, group in groups.items() if group not in finer}, finer
 
 
 def named(groups: Iterable[Group], taken: set[str]) -> list[Group]:

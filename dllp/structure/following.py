@@ -23,7 +23,8 @@ def asked_sizes(name: str, args: tuple[Any, ...]) -> list[int] | None:
     if name not in VIEWS or len(args) < 2:
         return None
     sizes = list(args[1]) if isinstance(args[1], (tuple, list)) else list(args[1:])
-    return sizes if all(isinstance(size, int) for size in sizes) else None
+    # an exporter has symbols for sizes that may change
+    return sizes if all(isinstance(size, (int, torch.SymInt)) for size in sizes) else None
 
 
 class Following(TorchFunctionMode):

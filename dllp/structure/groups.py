@@ -18,7 +18,7 @@ from dllp.structure.atoms import Atom, Label
 from dllp.structure.axes import OUTPUT, Trace
 from dllp.structure.branches import branches, within
 from dllp.structure.cost import Cost, Sizes, polynomial, sizes
-from dllp.structure.coupling import FILTERED, UNREAD, components, named
+from dllp.structure.coupling import FILTERED, UNREAD, coarsest, components, named
 from dllp.structure.rules import Form
 from dllp.structure.slicing import Group, Slice, copied
 from dllp.structure.trace import first_example, isolated, observe
@@ -61,8 +61,10 @@ class Kernel:
 class Structure:
     """Groups in the order of execution, reasons for layers that stay whole, and costs as functions of the gates.
 
-    `kernels` are products whose time is a function of their widths, `sizes` of axes; `latency` is their sum, where a
-    profile of a runtime was given.
+    Attributes:
+        kernels: Products whose time is a function of their widths, `sizes` of axes.
+        even: Groups of equally many channels are cut alike.
+        latency: Time of the kernels, where a profile of a runtime was given.
     """
 
     groups: tuple[Group, ...]
@@ -72,6 +74,7 @@ class Structure:
     params: Cost
     kernels: tuple[Kernel, ...]
     sizes: Sizes
+    even: bool = False
     latency: Latency | None = None
 
     @property
@@ -96,14 +99,15 @@ class Structure:
         return [[b for b in gone if b != g and group.inside(gone[b])] for g, group in enumerate(self.groups)]
 
     def steps(self, multiple: int) -> list[int]:
-        """Smallest number of units in each group that makes a multiple of so many channels."""
+        """Smallest number of units in each group that makes a multiple of so many channels, and suits its kernels."""
         per_unit = self.channels_per_unit
-        return [multiple // math.gcd(multiple, int(per_unit[part.start])) for part in self.slices]
+        steps = [multiple // math.gcd(multiple, int(per_unit[part.start])) for part in self.slices]
+        return [math.lcm(step, group.multiple) for step, group in zip(steps, self.groups, strict=True)]
 
 
 def discover(
     model: nn.Module, example: Tensor | tuple, *, filter_fn: FilterFn | None = None, channels: bool = True,
-    units: Units | None = None,
+    units: Units | None = None, even: bool = False,
 ) -> Structure:  # fmt: skip
     """Find the groups and costs of `model` for inputs like `example`; the model is left unchanged.
 
@@ -113,6 +117,8 @@ def discover(
         filter_fn: Called with every convolution and linear module and its name; False keeps its channels whole.
         channels: False finds costs only, which any network has whatever its forward does.
         units: `blocks` finds residual branches, `both` channels and branches; `channels` by default.
+        even: Cut layers that are equally wide alike; of several groups on one axis (heads and their dimensions) only
+            the one of the largest units.
     """
     inputs = first_example(model, example)
     whole: dict[str, str] = {}
@@ -122,8 +128,10 @@ def discover(
         trace = observe(scratch, inputs)
         if channels:
             forbidden = _forbidden(model, filter_fn)
+            finer: dict[Group, str] = {}
             if units != "blocks":
                 found, whole = components(model, trace, forbidden)
+                found, finer = coarsest(found) if even else (found, {})
                 found = followed(scratch, found, trace.attributes.views, inputs)
             if units in ("blocks", "both"):
                 lengths = {name: len(p) for name, p in model.named_parameters() if p.dim()}
@@ -135,7 +143,7 @@ def discover(
                     zeros = {name: torch.zeros(lengths[name], dtype=torch.int64) for name in branch.parameters}
                     slices = tuple(Slice(name, 0, unit, "branch") for name, unit in zeros.items())
                     found[Atom(1)] = Group(branch.name, 1, slices, 1, "branch", tuple(branch.gone.items()))
-            refused = unsound(scratch, list(found.values()), inputs)
+            refused = finer | unsound(scratch, list(found.values()), inputs)
             taken: set[str] = set()
             found = {atom: group for atom, group in found.items() if group not in refused}
             found = dict(zip(found, named(found.values(), taken), strict=True))
@@ -145,7 +153,7 @@ def discover(
     order = {name: i for i, name in reversed(list(enumerate(name for name, _ in trace.writes)))}
     whole = dict(sorted(whole.items(), key=lambda item: order.get(item[0].partition(":")[0], len(order))))
     layers = tuple(Layer(name, count) for name, count in trace.macs(model).items())
-    return Structure(tuple(found.values()), whole, layers, flops, params, kernels, widths)
+    return Structure(tuple(found.values()), whole, layers, flops, params, kernels, widths, even)
 
 
 def _costs(model: nn.Module, trace: Trace, groups: Mapping[Atom, Group]) -> tuple[Cost, Cost]:

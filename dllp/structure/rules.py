@@ -128,6 +128,7 @@ class Tracer(Protocol):
         form: Form | None = None,
     ) -> None: ...
     def write(self, label: Label) -> None: ...
+    def align(self, *labels: Label) -> None: ...
     def average(self, label: Label, axis: int) -> None: ...
 
 
@@ -533,6 +534,7 @@ def grouped_mm(trace: Tracer, call: Call) -> None:
     left, right = trace.label(a), trace.label(b)
     freeze(right[0], "an expert is chosen by its number")
     trace.contract((a, b), (left[1], right[1]))
+    trace.align(right[1], right[2])
     trace.multiply(b, right[2], [left[0], left[1], right[2]])
     trace.set(call.out, [left[0], right[2]])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -36,10 +37,11 @@ def select(
 ) -> Tensor:
     """logits (U,) -> bool (U,): the units to keep; cost at most `keep` * dense, or logits > 0 without `keep`.
 
-    Units are taken in descending order of their logits, in chunks of `round_to` channels within each group; the best
-    chunk of each group always stays. After the first chunk that does not fit, smaller ones use the remaining budget;
-    where that is still much, the last chunk of a group is exchanged for others that use more of it. A residual branch
-    is taken with the best chunk of each group in it, by the least of their logits, and goes with all of them.
+    Units are taken in descending order of their logits, in chunks of `round_to` channels within each group (of an even
+    cut: within all groups that are cut alike); the best chunk of each group always stays. After the first chunk that
+    does not fit, smaller ones use the remaining budget; where that is still much, the last chunk of a group is
+    exchanged for others that use more of it. A residual branch is taken with the best chunk of each group in it, by the
+    least of their logits, and goes with all of them.
     Latency has chunks of its own, up to widths that were measured; those that take no time always fit.
     """
     scores = logits.detach().to("cpu", torch.float64)
@@ -47,7 +49,7 @@ def select(
         raise StructureError(f"logits must be {structure.units} numbers, one for each unit, and none of them NaN")
     kept = torch.zeros(structure.units, dtype=torch.bool)
     steps = cost.chunks if isinstance(cost, Latency) else structure.steps(round_to)
-    ranking, inside = _ranking(structure, scores, steps, kept)
+    ranking, inside = (_even_ranking if structure.even else _ranking)(structure, scores, steps, kept)
     if keep is None:
         for chunk in ranking:
             kept[chunk.units] |= chunk.score > 0
@@ -100,6 +102,31 @@ def _ranking(
     # of equal ones branches come first, those around others before them
     ranking.sort(key=lambda chunk: (-chunk.score, chunk.owner not in inside, len(chunk.holders)))
     return ranking, inside
+
+
+def _even_ranking(
+    structure: Structure, scores: Tensor, steps: list[int], kept: Tensor
+) -> tuple[list[Chunk], dict[int, list[int]]]:
+    """As `_ranking`, for groups of equally many channels that are cut alike: a chunk has units of each of them."""
+    ranking = []
+    alike: dict[int, list[int]] = {}
+    for g, group in enumerate(structure.groups):
+        alike.setdefault(group.channels, []).append(g)
+    for owner, (channels, members) in enumerate(alike.items()):
+        per_unit = {g: channels // structure.groups[g].units for g in members}
+        size = math.lcm(*(per_unit[g] * steps[g] for g in members))
+        parts = []
+        for g in members:
+            here = structure.slices[g]
+            order = scores[here].argsort(descending=True, stable=True) + here.start
+            parts.append(order.split(size // per_unit[g]))
+        best, *others = zip(*parts, strict=True)
+        kept[torch.cat(best)] = True
+        for chunk in others:
+            score = sum(scores[units].mean().item() for units in chunk) / len(chunk)
+            ranking.append(Chunk(owner, torch.cat(chunk), score, []))
+    ranking.sort(key=lambda chunk: -chunk.score)
+    return ranking, {}
 
 
 def _reasons(structure: Structure) -> str:

@@ -71,6 +71,7 @@ class Group:
         kind: `channel`, `head` where products are computed for each unit by itself, `width` under a norm; `branch` for
             a residual branch, which is one unit.
         gone: Modules that a closed branch removes, and the recipe's entry of each.
+        multiple: A kernel that reads them takes multiples of so many units only.
     """
 
     name: str
@@ -79,11 +80,17 @@ class Group:
     width: int = 1
     kind: str = "channel"
     gone: tuple[tuple[str, str], ...] = ()
+    multiple: int = 1
 
     def inside(self, modules: Container[str]) -> bool:
         """True if nothing of the group is left where these modules are gone."""
         names = [piece.module for piece in self.slices if piece.role in TENSORS and not self.gone]
         return all(within(name, modules) for name in [*names, *(name for name, _ in self.gone)])
+
+    @property
+    def channels(self) -> int:
+        """Length of the axis that its first reader reads: where layers are equally wide, that of both."""
+        return min(int((piece.unit >= 0).sum()) for piece in self.slices if piece.role == "read")
 
 
 def is_depthwise(module: nn.Module) -> bool:

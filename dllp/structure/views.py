@@ -90,8 +90,8 @@ def followed(
     for _ in range(2):
         keep = {
             atom: torch.randperm(atom.size, generator=generator)
-            < int(torch.randint(max(atom.size // 4, 1), atom.size, (), generator=generator))
-            for atom in groups
+            < -(-int(torch.randint(max(atom.size // 4, 1), atom.size, (), generator=generator)) // step) * step
+            for atom, step in ((atom, group.multiple) for atom, group in groups.items())
         }
         wanted = {call: [int(mask(label, keep).sum()) for label in labels] for call, labels in views.items()}
         learning = _Learning(wanted)

@@ -48,6 +48,7 @@ def test_a_run_from_start_to_loaded_network(make: Any, tmp_path: Path) -> None:
         assert torch.equal(result.model(input_ids=tokens).logits, again(input_ids=tokens).logits)
     if make is llama:
         decode(result.model, tokens[:4])
+        padded(result.model, tokens[:2])
 
 
 @torch.no_grad()
@@ -61,3 +62,13 @@ def decode(model: Any, tokens: torch.Tensor) -> None:
         past = found.past_key_values
     words = [model.generate(tokens[:1], max_new_tokens=16, do_sample=False, use_cache=c) for c in (True, False)]
     assert torch.equal(*words) and words[0].shape[1] > LENGTH
+
+
+@torch.no_grad()
+def padded(model: Any, tokens: torch.Tensor) -> None:
+    """With a mask keys are repeated by an attribute, which a forward without one does not read."""
+    mask = torch.ones_like(tokens)
+    mask[:, :4] = 0
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    found = model(input_ids=tokens, attention_mask=mask, position_ids=places, use_cache=False).logits[:, 4:]
+    torch.testing.assert_close(found, model(input_ids=tokens[:, 4:], use_cache=False).logits, rtol=1e-4, atol=1e-5)

@@ -1,6 +1,6 @@
 """Networks that people use, with random weights: 28 convolutional ones, 33 transformers and their relatives.
 
-They come from timm, transformers and torchvision (`pip install dllp[zoo]`), which no user of the package needs.
+They come from timm, transformers and torchvision, which no user of the package needs; `make test-zoo` installs them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What can be cut of the networks that people use: `python -m tests.known_networks.table` writes results/structure/."""
+"""What can be cut of the networks that people use, as the tables of results/structure/."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -75,32 +76,16 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(names: list[str]) -> None:
-    """Examine the named networks, or all, and write results.json and the tables."""
-    torch.set_num_threads(1)
+def write(rows: Iterable[Row]) -> None:
+    """Put rows in the place of earlier ones in networks.json, and write the tables anew."""
     path = RESULTS / "networks.json"
     before = json.loads(path.read_text()) if path.exists() else {"rows": [], "versions": {}}
-    known = {row["name"]: row for row in before["rows"]}
-    for name in names or NETWORKS:
-        row = examine(name)
-        known[name] = asdict(row)
-        print(f"{name:34} {row.half:4.0%} {row.most:5.0%} {row.seconds:6.1f} s  {row.difference:.0e}", flush=True)
+    known = {row["name"]: row for row in before["rows"]} | {row.name: asdict(row) for row in rows}
+    libraries = [name for name in ("torch", "timm", "transformers", "torchvision") if name in sys.modules]
+    versions = before["versions"] | {name: sys.modules[name].__version__ for name in libraries}
+    ordered = [known[name] for name in NETWORKS if name in known]
     RESULTS.mkdir(parents=True, exist_ok=True)
-    rows = [known[name] for name in NETWORKS if name in known]
-    versions = (
-        before["versions"]
-        | {"torch": torch.__version__}
-        | {
-            name: sys.modules[name].__version__
-            for name in ("timm", "transformers", "torchvision")
-            if name in sys.modules
-        }
-    )
-    path.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({"versions": versions, "rows": ordered}, indent=1) + "\n")
     for kind in ("convolutional", "transformer"):
-        chosen = [Row(**row) for row in rows if row["kind"] == kind]
+        chosen = [Row(**row) for row in ordered if row["kind"] == kind]
         (RESULTS / f"{kind}.md").write_text(table(chosen))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

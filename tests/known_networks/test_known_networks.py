@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from dllp.structure.groups import discover
 from dllp.structure.verification import TOLERANCE
 from tests.known_networks.networks import NETWORKS
-from tests.known_networks.table import examine
+from tests.known_networks.table import Row, examine, write
 
-BORROWED = [name for name in NETWORKS if name not in ("UNet", "nn.TransformerEncoder")]
 ignored = pytest.mark.filterwarnings("ignore")  # of the libraries that the networks come from
 
 
-def check(name: str) -> None:
+@pytest.fixture(scope="module")
+def table() -> Iterator[list[Row]]:
+    """Rows for results/structure."""
+    rows: list[Row] = []
+    yield rows
+    write(rows)
+
+
+def checked(name: str) -> Row:
     row = examine(name)
     assert row.most >= NETWORKS[name].reach
     assert row.difference <= TOLERANCE
+    return row
 
 
 @pytest.mark.parametrize("name", ["UNet", "nn.TransformerEncoder"])
 def test_networks_that_need_no_other_library(name: str) -> None:
-    check(name)
+    checked(name)
 
 
 @ignored
 @pytest.mark.zoo
-@pytest.mark.parametrize("name", BORROWED)
-def test_networks_of_other_libraries(name: str) -> None:
-    check(name)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_all_networks(name: str, table: list[Row]) -> None:
+    table.append(checked(name))
 
 
 BRANCHES = {

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dllp.errors import Interrupted, StructureError
 from dllp.structure.groups import OUTPUT, UNREAD, Structure, discover
 from dllp.structure.slicing import cut, recipe
+from dllp.structure.verification import verify
 from tests.support import networks
 from tests.support.particles import random_keep
 
@@ -287,3 +288,41 @@ def test_a_signal_while_the_network_is_tried_is_no_fault_of_the_network() -> Non
 
     with pytest.raises(Interrupted):
         discover(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), Stopped(8, 3)), torch.randn(2, 4))
+
+
+def doubled_in_part(x: Tensor) -> Tensor:
+    x[:, ::2].mul_(2)
+    return x
+
+
+def without_the_first(x: Tensor) -> Tensor:
+    x[:, 0] = 0
+    return x
+
+
+@pytest.mark.parametrize("function", [doubled_in_part, without_the_first])
+def test_writing_to_some_channels_in_place_keeps_them_whole(function: Callable[[Tensor], Tensor]) -> None:
+    found = discover(networks.between(function), networks.images())
+    assert [group.name for group in found.groups] == ["features.2"] and found.whole["features.0"]
+
+
+@pytest.mark.parametrize("function", [lambda x: x.mul_(2).relu_(), lambda x: x.add_(x.sigmoid())])
+def test_operations_in_place_on_all_channels_are_followed(function: Callable[[Tensor], Tensor]) -> None:
+    model = networks.between(function)
+    found = discover(model, networks.images())
+    assert [group.name for group in found.groups] == ["features.0", "features.2"]
+    assert verify(model, found.groups, random_keep(found.groups, 0), networks.images()) <= 1e-12
+
+
+def test_a_hook_that_moves_channels_keeps_them_whole() -> None:
+    model = networks.between(torch.relu)
+    model.features[0].register_forward_hook(lambda module, inputs, output: output.flip(1))  # type: ignore
+    found = discover(model, networks.images())
+    assert [group.name for group in found.groups] == ["features.2"] and found.whole["features.0"]
+
+
+def test_a_network_compiled_in_place_is_seen_as_it_was() -> None:
+    plain, compiled = networks.resnet(), networks.resnet()
+    compiled.compile(backend="eager")
+    names = [[group.name for group in discover(m, networks.images()).groups] for m in (plain, compiled)]
+    assert names[0] == names[1]

@@ -185,3 +185,16 @@ def test_widened_adds_units_in_an_order_up_to_a_multiple() -> None:
     by_priority = widened(structure, keep, [2, 2, 4], priority)
     assert torch.equal(by_priority, bits("11 011 001111"))
     assert torch.equal(widened(structure, by_index, structure.steps(4), priority), by_index), "nothing is missing"
+
+
+@pytest.mark.parametrize("round_to", [1, 4])
+def test_an_even_cut_leaves_equally_wide_layers_equally_wide(round_to: int) -> None:
+    even = discover(networks.resnet((16, 32), 3), networks.images(), even=True)
+    logits = torch.randn(even.units, generator=torch.Generator().manual_seed(3))
+    kept = select(even, logits, cost=even.flops, keep=0.5, round_to=round_to)
+    counts: dict[int, set[int]] = {}
+    for group, part in zip(even.groups, even.slices, strict=True):
+        counts.setdefault(group.units, set()).add(int(kept[part].sum()))
+    assert counts.keys() == {16, 32} and all(len(found) == 1 for found in counts.values())
+    assert even.flops.expected(kept.double()).item() <= 0.5 * even.flops.dense
+    assert all(next(iter(found)) % round_to == 0 for found in counts.values())
