@@ -267,8 +267,8 @@ LONG: dict[str, Any] = dict(
 TRAINED_LR = 0.1
 """Peak rate of a trained network in batches of 512 and 30 epochs."""
 TRAINED_EPOCHS = 30
-FEWEST_EPOCHS, FEW_STEPS = 5, 1000
-"""In fewer epochs rates rise no more; in fewer steps the gates move twice as fast."""
+FEWEST_EPOCHS, FEW_STEPS, FEWEST_STEPS = 5, 1000, 50
+"""In fewer epochs rates rise no more; in few steps the gates move twice as fast, in the fewest weights half as fast."""
 
 
 def usual_batch(examples: int) -> int:
@@ -288,10 +288,13 @@ def trained_rates(granularity: str, batch_size: int, epochs: int, steps: int | N
     """Rates of a trained network, larger in large batches and in short runs (results/tuning/README.md).
 
     Args:
-        steps: Steps in an epoch, where they are known: in few the gates must move fast.
+        steps: Steps in an epoch, where they are known: in few the gates must move fast, and in very few the weights
+            cannot recover from large ones.
     """
+    total = math.inf if steps is None else steps * epochs
     lr = TRAINED_LR * math.sqrt(batch_size / BATCH) * (TRAINED_EPOCHS / max(epochs, FEWEST_EPOCHS)) ** 0.25
-    gates = 0.02 if granularity == "weight" else 0.1 if steps is not None and steps * epochs < FEW_STEPS else 0.05
+    lr *= 0.5 if total < FEWEST_STEPS else 1
+    gates = 0.02 if granularity == "weight" else 0.1 if total < FEW_STEPS else 0.05
     return dict(lr=lr, lr_end=lr / 100, lr_gates=gates)
 
 

@@ -87,6 +87,8 @@ def test_rates_follow_batch_epochs_and_steps() -> None:
     assert lr(32, 5, optimizer="adamw") == 1e-3
     gates = [Config(epochs=10).resolved(trained=True, steps=steps).lr_gates for steps in (99, 100, None)]
     assert gates == [0.1, 0.05, 0.05]
+    few, more = (Config(epochs=30).resolved(trained=True, batch_size=512, steps=steps).lr for steps in (1, 2))
+    assert few == more / 2, "49 steps at most"
     assert Config(lr=0.3).resolved(trained=True).lr_end == pytest.approx(0.003)
 
 
