@@ -27,14 +27,14 @@ pytest.importorskip("plotly", reason="needs plotly: pip install -e '.[report]'")
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=12))
 def test_the_front_is_what_nobody_beats(pairs: list[tuple[int, int]]) -> None:
-    points = [compare.Point(str(i), "", macs, quality) for i, (macs, quality) in enumerate(pairs)]
-    best = {(p.macs, p.quality) for p in compare.front(points)}
+    points = [compare.Point(str(i), "", cost, quality) for i, (cost, quality) in enumerate(pairs)]
+    best = {(p.cost, p.quality) for p in compare.front(points)}
 
     def beaten(p: compare.Point) -> bool:
-        return any(q.macs <= p.macs and q.quality >= p.quality and q != p and
-                   (q.macs, q.quality) != (p.macs, p.quality) for q in points)  # fmt: skip
+        return any(q.cost <= p.cost and q.quality >= p.quality and q != p and
+                   (q.cost, q.quality) != (p.cost, p.quality) for q in points)  # fmt: skip
 
-    assert best == {(p.macs, p.quality) for p in points if not beaten(p)}
+    assert best == {(p.cost, p.quality) for p in points if not beaten(p)}
 
 
 def test_diagrams_agree_with_the_metrics() -> None:
