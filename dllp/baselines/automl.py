@@ -33,7 +33,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dllp.baselines.protocol import Published, Scene, check_range
-from dllp.baselines.reconstruction import ChannelPruning, Sample, ThiNet, consumers, flat_weight, observe, rebuild
+from dllp.baselines.reconstruction import (
+    ChannelPruning,
+    Sample,
+    ThiNet,
+    by_unit,
+    consumers,
+    flat_weight,
+    observe,
+    rebuild,
+)
+from dllp.posterior import evaluating
 from dllp.structure.slicing import copied
 
 LEAST = 0.2
@@ -70,7 +80,7 @@ class AutoCompression(ChannelPruning):
         order = magnitudes(scene)
         reward = Network(scene, order, int(self.images))
         best, _ = search(Walk(scene), reward, int(self.episodes), int(self.warmup))
-        return scene.chosen(largest(scene, order, best), order)
+        return scene.chosen(order, best)
 
 
 def search(walk: Walk, reward: Reward, episodes: int, warmup: int) -> tuple[list[int], float]:
@@ -141,38 +151,24 @@ class Walk:
 
 def group_features(scene: Scene) -> tuple[Tensor, Tensor]:
     """(groups, 7): index, outputs, inputs, height, width, stride, kernel of each group's layer; (groups,) its FLOPs."""
-    shapes: dict[str, torch.Size] = {}
+    shapes: dict[nn.Module, torch.Size] = {}
     names = [group.name.partition(":")[0] for group in scene.structure.groups]
     modules = [scene.network.get_submodule(name) for name in names]
 
-    def look(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            shapes[name] = output.shape
+    def look(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        shapes[module] = output.shape
 
-        return hook
-
-    was_training = scene.network.training
-    with ExitStack() as stack, torch.no_grad():
-        for name, module in zip(names, modules, strict=True):
-            stack.callback(module.register_forward_hook(look(name)).remove)
-        scene.network.eval()(scene.inputs[:1])
-    scene.network.train(was_training)
+    with ExitStack() as stack, evaluating(scene.network), torch.no_grad():
+        for module in modules:
+            stack.callback(module.register_forward_hook(look).remove)
+        scene.network(scene.inputs[:1])
     macs, rows = {layer.name: layer.macs for layer in scene.structure.layers}, []
-    for k, (name, module) in enumerate(zip(names, modules, strict=True)):
+    for k, module in enumerate(modules):
         weight = dict(module.named_parameters(recurse=False)).get("weight", nn.Parameter(torch.empty(1, 1)))
-        sides = list(shapes[name][2:]) if len(shapes[name]) == 4 else [1, 1]
+        sides = list(shapes[module][2:]) if len(shapes[module]) == 4 else [1, 1]
         stride = getattr(module, "stride", 1)
-        kernel = math.prod(weight.shape[2:])
-        rows.append(
-            [
-                k,
-                len(weight),
-                weight[0].numel() / kernel,
-                *sides,
-                stride if isinstance(stride, int) else stride[0],
-                kernel,
-            ]
-        )
+        stride, kernel = stride if isinstance(stride, int) else stride[0], math.prod(weight.shape[2:])
+        rows.append([k, len(weight), weight[0].numel() / kernel, *sides, stride, kernel])
     return torch.tensor(rows, dtype=torch.float32), torch.tensor([float(macs.get(name, 0.0)) for name in names])
 
 
@@ -184,20 +180,10 @@ def magnitudes(scene: Scene) -> Tensor:
     made, parts = scene.filter_matrix().abs().sum(1).double().cpu(), []
     for group, here in zip(scene.structure.groups, scene.structure.slices, strict=True):
         readers = consumers(scene, group)
-        total = torch.zeros(group.units, dtype=torch.float64) if readers else made[here]
-        for name, unit in readers.items():
-            sizes = flat_weight(scene.network.get_submodule(name)).abs().sum((0, 2)).double().cpu()
-            total.index_add_(0, unit[unit >= 0], sizes[unit >= 0])
-        parts.append(total)
+        sizes = {name: flat_weight(scene.network.get_submodule(name)).abs().sum((0, 2)) for name in readers}
+        read = [by_unit(sizes[name].double().cpu(), unit, group.units) for name, unit in readers.items()]
+        parts.append(torch.stack(read).sum(0) if read else made[here])
     return torch.cat(parts)
-
-
-def largest(scene: Scene, order: Tensor, counts: Sequence[int]) -> Tensor:
-    """bool (U,): so many units of each group, those first in the order."""
-    keep = torch.zeros(len(order), dtype=torch.bool)
-    for here, count in zip(scene.structure.slices, counts, strict=True):
-        keep[here.start + order[here].argsort(descending=True, stable=True)[:count]] = True
-    return keep
 
 
 class Network:
@@ -214,7 +200,7 @@ class Network:
 
     @torch.no_grad()
     def __call__(self, counts: Sequence[int]) -> float:
-        keep = largest(self.scene, self.order, counts)
+        keep = self.scene.largest(self.order, counts)
         stays = self._inputs(keep)
         self.network.load_state_dict(self.scene.network.state_dict())
         for name, mine in stays.items():

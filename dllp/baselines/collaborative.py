@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dllp.baselines.protocol import Method, Published, Scene, check_range
-from dllp.baselines.reconstruction import consumers, plain
+from dllp.baselines.reconstruction import by_unit, consumers, plain
 from dllp.structure.slicing import Group, copied
 
 ITERATIONS = 500
@@ -59,13 +59,12 @@ class CollaborativePruning(Method):
     def scores(self, scene: Scene) -> Tensor:
         statistics = self.statistics(scene)
         norms = scene.filter_matrix().norm(dim=1).double().cpu()  # for what no plain layer makes or reads
-        order, keep = [], []
-        for here, found, count in zip(scene.structure.slices, statistics, scene.even(), strict=True):
-            solution = norms[here] if found is None else relaxed(*found, count)
-            best = solution.argsort(descending=True, stable=True)[:count]
-            order.append(solution)
-            keep.append(torch.zeros(len(solution)).index_fill(0, best, 1))
-        return scene.chosen(torch.cat(keep), torch.cat(order))
+        counts = scene.even()
+        solutions = [
+            norms[here] if found is None else relaxed(*found, count)
+            for here, found, count in zip(scene.structure.slices, statistics, counts, strict=True)
+        ]
+        return scene.chosen(torch.cat(solutions), counts)
 
     def statistics(self, scene: Scene) -> list[tuple[Tensor, Tensor] | None]:
         """u (units,) and s (units, units) of every group in float64; None where no layer is looked at.
@@ -84,8 +83,7 @@ class CollaborativePruning(Method):
             for g, found in enumerate(layers):
                 t = x.new_zeros(len(x), len(sums[g]), dtype=torch.float64)
                 for name, unit in found.items():
-                    mine = unit >= 0
-                    t.index_add_(1, unit[mine].to(t.device), terms[name][:, mine.to(t.device)].double())
+                    t += by_unit(terms[name].double(), unit, len(sums[g]))
                 sums[g] += t.sum(0)
                 squares[g] += t.T @ t
         means = zip(layers, sums, squares, strict=True)
@@ -140,10 +138,10 @@ def captured(network: nn.Module, names: set[str], inputs: bool) -> Iterator[list
     with ExitStack() as stack:
         for name in names:
             module = network.get_submodule(name)
-            hook = (
-                module.register_forward_pre_hook(before(name)) if inputs else module.register_forward_hook(after(name))
-            )
-            stack.callback(hook.remove)
+            if inputs:
+                stack.callback(module.register_forward_pre_hook(before(name)).remove)
+            else:
+                stack.callback(module.register_forward_hook(after(name)).remove)
         yield seen
 
 

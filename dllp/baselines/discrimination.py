@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dllp.baselines.protocol import Method, Published, Scene, check_range
-from dllp.baselines.reconstruction import consumers, plain
+from dllp.baselines.reconstruction import by_unit, consumers, plain
 from dllp.structure.slicing import Recipe, copied
 from dllp.training.objective import LossFn
 
@@ -70,22 +70,22 @@ class DiscriminationAware(Method):
         return heads, partial(total_loss, heads.classes)
 
     def scores(self, scene: Scene) -> Tensor:
-        network, heads = (copied(m).eval().requires_grad_(False) for m in (scene.network, cast(Heads, scene.around)))
+        network = copied(scene.network).eval().requires_grad_(False)
+        heads = copied(cast(Heads, scene.around)).eval().requires_grad_(False)
         x, y = (torch.cat(parts) for parts in zip(*scene.examples(int(self.images)), strict=True))
         pairs = list(zip(x.split(BATCH), y.split(BATCH), strict=True))
         norms = scene.filter_matrix().norm(dim=1).double().cpu()  # for what no plain layer reads
-        order, keep = [], []
-        for group, here, count in zip(scene.structure.groups, scene.structure.slices, scene.even(), strict=True):
+        order, counts = [], scene.even()
+        for group, here, count in zip(scene.structure.groups, scene.structure.slices, counts, strict=True):
             readers = consumers(scene, group)
             values = norms[here]
             if readers:
-                place = next_place(scene, heads.places, readers)  # type: ignore[arg-type]
-                selection = Selection(network, heads, place, self.strength, readers, group.units, pairs)  # type: ignore
+                place = next_place(scene, heads.places, readers)
+                selection = Selection(network, heads, place, self.strength, readers, group.units, pairs)
                 values = selection.grow(count, max(1, int(self.rounds)))
                 scene.found.update(zip(readers, selection.weights, strict=True))
             order.append(values)
-            keep.append(values >= values.sort(descending=True).values[count - 1])
-        return scene.chosen(torch.cat(keep), torch.cat(order))
+        return scene.chosen(torch.cat(order), counts)
 
     @torch.no_grad()
     def repair(self, small: nn.Module, recipe: Recipe, scene: Scene) -> None:
@@ -94,7 +94,7 @@ class DiscriminationAware(Method):
             for axis, side in enumerate(("out", "in")):
                 if side in recipe.get(name, {}):
                     weight = weight.index_select(axis, torch.tensor(recipe[name][side], device=weight.device))
-            small.get_submodule(name).weight.copy_(weight)  # type: ignore[operator, union-attr]
+            small.get_parameter(f"{name}.weight").copy_(weight)
 
 
 # ---- heads
@@ -116,31 +116,29 @@ class Heads(nn.Module):
         self.to(x.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        seen: dict[str, Tensor] = {}
+        seen: dict[nn.Module, Tensor] = {}
 
-        def keep(place: str) -> Callable[..., None]:
-            def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-                seen[place] = args[0]
+        def keep(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            seen[module] = args[0]
 
-            return hook
-
+        layers = [self.network.get_submodule(place) for place in self.places]
         with ExitStack() as stack:
-            for place in self.places:
-                stack.callback(self.network.get_submodule(place).register_forward_pre_hook(keep(place)).remove)
+            for layer in layers:
+                stack.callback(layer.register_forward_pre_hook(keep).remove)
             answers = [self.network(x)]
-        for place, weight in zip(self.places, self.weights, strict=True):
-            answers.append(self.classify(place, weight * seen[place] + (1 - weight) * seen[place].detach()))
+        for place, layer, weight in zip(self.places, layers, self.weights, strict=True):
+            answers.append(self.classify(place, weight * seen[layer] + (1 - weight) * seen[layer].detach()))
         return torch.cat(answers, dim=1)
 
     def classify(self, place: str, x: Tensor) -> Tensor:
-        """What arrives at a place -> logits (B, classes)."""
+        """Inputs of the layer at a place -> logits (B, classes)."""
         k = self.places.index(place)
         x = features(self.network.get_submodule(place), x)
         return self.linears[k](self.norms[k](x).relu().mean(2))
 
 
 def features(module: nn.Module, x: Tensor) -> Tensor:
-    """What a plain layer reads -> (B, channels, places)."""
+    """Inputs of a plain layer -> (B, channels, places)."""
     x = x.movedim(-1, 1) if isinstance(module, nn.Linear) else x
     return x.reshape(*x.shape[:2], -1)
 
@@ -185,7 +183,7 @@ class _Arrived(Exception):
 def arriving(
     network: nn.Module, place: str | None, names: Iterable[str], x: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What arrives at a layer, or the network's output for None; and the outputs of named layers on the way."""
+    """The input of a layer, or the network's output for None; and the outputs of named layers on the way."""
     outputs: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[..., None]:
@@ -241,9 +239,8 @@ class Selection:
         self._write([torch.zeros_like(weight) for weight in trained], torch.ones(self.units, dtype=torch.bool))
         while done < count:
             gradient = self.gradients()
-            best = torch.where(values > 0, -1, gradient).argsort(descending=True, stable=True)[
-                : min(step, count - done)
-            ]
+            order = torch.where(values > 0, -1, gradient).argsort(descending=True, stable=True)
+            best = order[: min(step, count - done)]
             values[best] = 1 + self.units - done - torch.arange(len(best), dtype=torch.float64)
             done += len(best)
             self._write(trained, torch.zeros(self.units, dtype=torch.bool).index_fill(0, best, True))
@@ -269,7 +266,7 @@ class Selection:
         result = torch.zeros(self.units, dtype=torch.float64)
         for total, unit in zip(totals, self.readers.values(), strict=True):
             sizes = total.flatten(2).norm(dim=2) if total.dim() > 2 else total.abs()
-            result.index_add_(0, unit[unit >= 0], sizes.sum(0).double().cpu()[unit >= 0])
+            result += by_unit(sizes.sum(0).double().cpu(), unit, self.units)
         return result / sum(len(x) for x, _ in self.pairs)
 
     def fit(self, chosen: Tensor) -> None:

@@ -7,7 +7,7 @@ A budget is a mean over training images; what is reported is measured on others.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from dllp.api import Result
-from dllp.baselines.protocol import Published
+from dllp.baselines.protocol import Described
 from dllp.baselines.reconstruction import plain
 from dllp.baselines.run import FINETUNE_LR, IMAGES, Train, first_pairs, hooked
-from dllp.config import Config, Granularity
+from dllp.config import Config
 from dllp.devices.device import undisturbed
 from dllp.errors import ConfigError, StructureError
 from dllp.posterior import evaluating
@@ -138,7 +138,7 @@ class Site:
 
 
 def sites(network: nn.Module, structure: Structure) -> list[Site]:
-    """What can be gated by image; sums of several layers' outputs, as in a residual stream, stay whole."""
+    """Groups that can be gated by image; sums of several layers' outputs, as in a residual stream, stay whole."""
     modules, found = dict(network.named_modules()), []
     order = [layer.name for layer in structure.layers]
     for group, here in zip(structure.groups, structure.slices, strict=True):
@@ -256,15 +256,9 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Dynamic(ABC):
-    """A method that chooses channels by image; its fields are hyperparameters, as those of a `Method`."""
+class Dynamic(Described):
+    """A method that chooses channels by image."""
 
-    name: ClassVar[str]
-    title: ClassVar[str]
-    paper: ClassVar[str]
-    year: ClassVar[int]
-    granularity: ClassVar[Granularity] = "channel"
-    published: ClassVar[tuple[Published, ...]] = ()
     computes_all: ClassVar[bool] = False
     trains: ClassVar[bool] = False
     """It starts from the dense network."""

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from dllp.baselines.dynamic import ByImage, Dynamic, Gate, Setup, Site, cheapest
 from dllp.baselines.protocol import Published, check_range
+from dllp.baselines.reconstruction import by_unit
 
 TINY = 1e-24
 """Added to mean squares: the root has no gradient at 0."""
@@ -42,8 +43,7 @@ class FeatureNorms(Gate):
 
     def see(self, x: Tensor, unit: Tensor) -> None:
         mine = unit >= 0
-        squares = x.square().mean(2)[:, mine]
-        sums = squares.new_zeros(len(x), self.units).index_add(1, unit[mine], squares)
+        sums = by_unit(x.square().mean(2), unit, self.units)
         self.norms = (sums / unit[mine].bincount(minlength=self.units) + TINY).sqrt()
         self.macs = float(int(mine.sum()) * x.shape[2])
         found = self.norms.detach()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -108,20 +108,27 @@ class Scene:
             ranks[here] = order.double() / len(order)
         return ranks
 
-    def chosen(self, keep: Tensor, order: Tensor) -> Tensor:
-        """bool (U,) choice and (U,) order -> (U,) scores for a choice that is no ranking: 1 + s for its units, else s.
+    def largest(self, values: Tensor, counts: Sequence[int]) -> Tensor:
+        """(U,) -> bool (U,): the units of each group with the `counts` largest values."""
+        keep = torch.zeros(len(values), dtype=torch.bool)
+        for here, count in zip(self.structure.slices, counts, strict=True):
+            keep[here.start + values[here].argsort(descending=True, stable=True)[:count]] = True
+        return keep
+
+    def chosen(self, values: Tensor, counts: Sequence[int]) -> Tensor:
+        """(U,) -> (U,) scores that keep `counts` units of each group: 1 + s for those of the largest values, else s.
 
         s in (0, 1) is the rank within the group: a choice that fits the budget stays, and the best of the other units
         take the room that is left. Where more than half a percent would stay unused, `select` may exchange units.
         """
-        return keep.double() + 0.9 * self.ranked(order)
+        return self.largest(values, counts).double() + 0.9 * self.ranked(values)
 
     def cost(self, keep: Tensor) -> Tensor:
         """(..., U) kept units -> (...): cost over that of the whole network, as the budget counts it."""
         cost = getattr(self.structure, self.config.budget[0])
         return cost.expected(keep.double().cpu()) / cost.dense
 
-    def first(self, counts: list[int]) -> Tensor:
+    def first(self, counts: Sequence[int]) -> Tensor:
         """The first so many units of each group -> bool (U,)."""
         parts = zip(self.structure.groups, counts, strict=True)
         return torch.cat([torch.arange(group.units) < count for group, count in parts])
@@ -143,7 +150,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """Where a training stands after a step: its learning rate, the share of all steps, whether an epoch has ended."""
+    """Progress of a training after a step: learning rate, share of all steps taken, True at the end of an epoch."""
 
     lr: float
     progress: float
@@ -151,8 +158,8 @@ class StepInfo:
 
 
 @dataclass(frozen=True)
-class Method(ABC):
-    """A method of pruning; subclasses are frozen dataclasses whose fields are its hyperparameters.
+class Described(ABC):
+    """A method as it is listed; subclasses are frozen dataclasses whose fields are its hyperparameters.
 
     Attributes:
         name: What `--method` takes.
@@ -160,8 +167,6 @@ class Method(ABC):
         paper, year: Where it comes from.
         granularity: What it removes.
         published: Figures to compare with.
-        labelled: It needs classes of training examples.
-        before_cut: Share of the fine-tuning's epochs that `prepare` takes.
     """
 
     name: ClassVar[str]
@@ -170,6 +175,17 @@ class Method(ABC):
     year: ClassVar[int]
     granularity: ClassVar[Granularity] = "channel"
     published: ClassVar[tuple[Published, ...]] = ()
+
+
+@dataclass(frozen=True)
+class Method(Described):
+    """A method that cuts a network.
+
+    Attributes:
+        labelled: It needs classes of training examples.
+        before_cut: Share of the fine-tuning's epochs that `prepare` takes.
+    """
+
     labelled: ClassVar[bool] = False
     before_cut: ClassVar[float] = 0.0
 
@@ -181,7 +197,7 @@ class Method(ABC):
         """The regulariser of the first training, which is added to the gradient of every step."""
         return None
 
-    def after_step(self, scene: Scene, info: StepInfo) -> None:  # noqa: B027 - nothing by default
+    def after_step(self, scene: Scene, info: StepInfo) -> None:
         """Act on the weights after a step of the first training."""
 
     def prepare(self, scene: Scene) -> tuple[nn.Module, LossFn]:
@@ -195,7 +211,7 @@ class Method(ABC):
     def scores(self, scene: Scene) -> Tensor:
         """-> (U,): what is kept first has the highest score."""
 
-    def repair(self, small: nn.Module, recipe: Recipe, scene: Scene) -> None:  # noqa: B027 - nothing by default
+    def repair(self, small: nn.Module, recipe: Recipe, scene: Scene) -> None:
         """Mend the cut network in place; `recipe` says what it kept of the scene's."""
 
     def refuse_priors(self, given: Mapping[str, Any]) -> None:

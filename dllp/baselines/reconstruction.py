@@ -159,6 +159,13 @@ def consumers(scene: Scene, group: Group) -> dict[str, Tensor]:
     return {s.module: s.unit for s in read if plain(modules[s.module])}
 
 
+def by_unit(values: Tensor, unit: Tensor, units: int) -> Tensor:
+    """(..., I) -> (..., units): sums over the inputs of each unit (I,), -1 for none."""
+    unit = unit.to(values.device)
+    mine = unit >= 0
+    return values.new_zeros(*values.shape[:-1], units).index_add_(-1, unit[mine], values[..., mine])
+
+
 @torch.no_grad()
 def observe(network: nn.Module, names: Sequence[str], inputs: Tensor) -> dict[str, Sample]:
     """Run the network once and look at random places of the named layers, the same ones each time."""
@@ -222,9 +229,7 @@ def contributions(scene: Scene, group: Group, seen: dict[str, Sample]) -> Tensor
         patches, weight = seen[name].patches.double(), flat_weight(scene.network.get_submodule(name)).double()
         output = torch.randint(len(weight), (len(patches),), generator=generator)
         each = (patches * weight[output.to(weight.device)]).sum(2).cpu()  # (N, I)
-        mine = unit >= 0
-        total = torch.zeros(len(each), group.units, dtype=torch.float64)
-        parts.append(total.index_add_(1, unit[mine], each[:, mine]))
+        parts.append(by_unit(each, unit, group.units))
     return torch.cat(parts) if parts else None
 
 

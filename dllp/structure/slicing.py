@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from dllp.structure.branches import GONE, check_removal, remove, within
 from dllp.structure.following import follow, shrink
 from dllp.structure.means import GATE, gate_means, plain_means
 
+Net = TypeVar("Net", bound=nn.Module)
 Side = Literal["out", "in"]
 Role = Literal["write", "read", "mean", "size", "branch"]
 TENSORS = ("write", "read", "branch")
@@ -192,7 +193,7 @@ def _side(module: nn.Module, parameter: str, axis: int) -> tuple[Side | None, in
     return ("out", 1) if side_sizes(module) and axis == 0 else (None, 1)
 
 
-def copied(model: nn.Module, *, shared: bool = False) -> nn.Module:
+def copied(model: Net, *, shared: bool = False) -> Net:
     """A deep copy; tensors that a forward stored on modules (features, weights from hooks) are detached.
 
     PyTorch refuses to copy a tensor that was computed with gradients. With `shared` the parameters are new objects in

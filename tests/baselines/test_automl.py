@@ -87,7 +87,7 @@ def test_an_episode_is_paid_with_the_accuracy_of_the_cut_and_rebuilt_network() -
     expected = dict(model.named_parameters())["conv2.weight"].detach().abs().sum((0, 2, 3)).double()
     torch.testing.assert_close(order[scene.structure.slices[0]], expected)
     counts = [20, 30, 40]
-    keep = automl.largest(scene, order, counts)
+    keep = scene.largest(order, counts)
     assert [int(keep[here].sum()) for here in scene.structure.slices] == counts
     small_recipe = recipe(model, scene.structure.groups, keep)
     small = cut(model, small_recipe)
