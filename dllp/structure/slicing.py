@@ -197,7 +197,7 @@ def copied(model: Net, *, shared: bool = False) -> Net:
     """A deep copy; tensors that a forward stored on modules (features, weights from hooks) are detached.
 
     PyTorch refuses to copy a tensor that was computed with gradients. With `shared` the parameters are new objects in
-    the memory of the old ones.
+    the memory of the old ones; other copies forget what modules keep between forwards in evaluation.
     """
     stored = [value for m in model.modules() for k, value in vars(m).items() if k not in ("_modules", "_parameters")]
     computed = [leaf for leaf in tree_leaves(stored) if isinstance(leaf, Tensor) and not leaf.is_leaf]
@@ -205,9 +205,22 @@ def copied(model: Net, *, shared: bool = False) -> Net:
     if shared:
         memo |= {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in model.parameters()}
     try:
-        return copy.deepcopy(model, memo)
+        result = copy.deepcopy(model, memo)
     except Exception as error:
         raise StructureError(f"the network cannot be copied: {first_line(error)}") from error
+    if not shared:
+        _forget(result)
+    return result
+
+
+def _forget(model: nn.Module) -> None:
+    """Let modules drop what they made of their weights in evaluation, by train(), where those that keep it drop it."""
+    modes = [(module, module.training) for module in model.modules()]
+    for module, _ in modes:
+        if type(module).train is not nn.Module.train:
+            module.train()
+    for module, mode in modes:
+        module.training = mode
 
 
 def cut(model: nn.Module, recipe: Recipe, *, shared: bool = False) -> nn.Module:
