@@ -39,7 +39,7 @@ def select(
 
     Units are taken in descending order of their logits, in chunks of `round_to` channels within each group (of an even
     cut: within all groups that are cut alike); the best chunk of each group always stays. After the first chunk that
-    does not fit, smaller ones use the remaining budget; where that is still much, the last chunk of a group is
+    does not fit, smaller ones use the remaining budget; where that is still much, the last chunks of a group are
     exchanged for others that use more of it. A residual branch is taken with the best chunk of each group in it, by the
     least of their logits, and goes with all of them.
     Latency has chunks of its own, up to widths that were measured; those that take no time always fit.
@@ -161,19 +161,31 @@ def select_measured(structure: Structure, logits: Tensor, cost: Latency, keep: f
 def _nearest(
     kept: Tensor, ranking: list[Chunk], inside: dict[int, list[int]], cost: Cost | Latency, budget: float
 ) -> Tensor:
-    """Fill the budget; while more than `NEAR` of it is unused, try to exchange a group's last chunk for others."""
+    """Fill the budget; while more than `NEAR` of it is unused, try to exchange a group's last chunks for others.
+
+    One of them first, then two, four and more; of these, those that still fit beside the others come back.
+    """
     kept, now = _fill(kept, ranking, cost, budget, set())
+    depth = 1
     while budget - now > NEAR * cost.dense:
-        last = {chunk.owner: chunk.units for chunk in ranking if bool(kept[chunk.units[0]])}
+        taken: dict[int, list[Tensor]] = {}
+        for chunk in ranking:
+            if bool(kept[chunk.units[0]]):
+                taken.setdefault(chunk.owner, []).append(chunk.units)
         options = []
-        for owner, chunk in last.items():
+        for owner, chunks in taken.items():
             fewer = kept.clone()
-            fewer[inside.get(owner, chunk)] = False
-            options.append(_fill(fewer, ranking, cost, budget, {owner}))
+            for chunk in chunks[-depth:]:
+                fewer[inside.get(owner, chunk)] = False
+            found = _fill(fewer, ranking, cost, budget, {owner})
+            options.append(found if depth == 1 else _fill(found[0], ranking, cost, budget, set()))
         more, new = max(options, key=lambda option: option[1], default=(kept, now))
-        if new <= now * (1 + 1e-12):
+        if new > now * (1 + 1e-12):
+            kept, now, depth = more, new, 1
+        elif depth < max(map(len, taken.values()), default=0):
+            depth *= 2
+        else:
             break
-        kept, now = more, new
     return kept
 
 

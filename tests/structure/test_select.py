@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dllp import zoo
 from dllp.errors import StructureError
 from dllp.structure.groups import Structure, discover
 from dllp.structure.padding import widened
@@ -78,14 +79,16 @@ class Branches(nn.Module):
         return self.ends[0](self.wide(x).relu()) + self.ends[1](self.narrow(x[:, :10]).relu())
 
 
-def test_select_lets_a_chunk_make_room_for_others() -> None:
-    """Taken in order, all narrow units and one wide one cost 80 of 108; for one narrow unit less a wide one fits."""
+@pytest.mark.parametrize(("budget", "wide", "narrow"), [(100, 2, 3), (108, 3, 1)])
+def test_select_lets_chunks_make_room_for_others(budget: int, wide: int, narrow: int) -> None:
+    """Taken in order, all narrow units and one wide one cost 80; for one narrow unit less a wide one fits, or for
+    three, one after the other, two."""
     found = discover(Branches(), torch.randn(2, 30))
     assert [g.name for g in found.groups] == ["wide", "narrow"] and found.flops.dense == 144
     logits = torch.tensor([0.3, 0.2, 0.1, 4.0, 3.0, 2.0, 1.0])
-    kept = select(found, logits, cost=found.flops, keep=108 / 144)
-    assert kept.tolist() == [True, True, False, True, True, True, False]
-    assert found.flops.expected(kept.double()).item() == 100
+    kept = select(found, logits, cost=found.flops, keep=budget / 144)
+    assert kept.tolist() == [i < wide for i in range(3)] + [i < narrow for i in range(4)]
+    assert found.flops.expected(kept.double()).item() == budget
 
 
 def test_select_rounds_channels_not_units() -> None:
@@ -198,3 +201,32 @@ def test_an_even_cut_leaves_equally_wide_layers_equally_wide(round_to: int) -> N
     assert counts.keys() == {16, 32} and all(len(found) == 1 for found in counts.values())
     assert even.flops.expected(kept.double()).item() <= 0.5 * even.flops.dense
     assert all(next(iter(found)) % round_to == 0 for found in counts.values())
+
+
+def small_bert() -> nn.Module:
+    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[dev]'")
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    return transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=50, **sizes))
+
+
+@cache
+def mixed(name: str) -> Structure:
+    """Channels; channels and branches; channels, heads, widths under norms and branches."""
+    if name == "transformer":
+        return discover(small_bert(), torch.arange(14).view(2, 7), units="both")
+    model = zoo.build("small_cnn", 10, 3, image_size=8) if name == "plain" else networks.resnet((16, 32), 2)
+    return discover(model, networks.images(), units="both")
+
+
+@pytest.mark.parametrize("name", ["plain", "residual", "transformer"])
+@given(keep=st.sampled_from([0.2, 0.5, 0.8]), scale=st.sampled_from([0.01, 1.0, 10.0]), seed=st.integers(0, 9999))
+@settings(max_examples=40)
+def test_any_mixture_of_units_fills_a_budget(name: str, keep: float, scale: float, seed: int) -> None:
+    """Within half a percent of the dense cost, whether units of a group have logits alike or not."""
+    structure = mixed(name)
+    noise = torch.randn(structure.units + len(structure.groups), generator=torch.Generator().manual_seed(seed))
+    units, groups = noise.split([structure.units, len(structure.groups)])
+    logits = units + scale * groups.repeat_interleave(torch.tensor([group.units for group in structure.groups]))
+    kept = select(structure, logits, cost=structure.flops, keep=keep)
+    share = structure.flops.expected(kept.double()).item() / structure.flops.dense
+    assert keep - 0.005 <= share <= keep * (1 + 1e-9)
