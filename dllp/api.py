@@ -138,7 +138,10 @@ class Result:
         return _above("evaluate")(self, data, corrupt=corrupt, ood=ood, device=device)
 
     def export(self, path: str | Path, **options: Any) -> Exported:
-        """Write the first particle as an ONNX or pt2 file, checked against PyTorch; options of `dllp.export.export`."""
+        """Write the first particle as an ONNX or pt2 file, checked against PyTorch; options of `dllp.export.export`.
+
+        A network that takes several inputs needs `example`, a batch of them by name.
+        """
         return _above("export")(self, path, **options)
 
     def speed(self, *, batches: Iterable[int] = (1, 64), seconds: float = 1.0, particle: int = 0) -> Timed:

@@ -54,9 +54,11 @@ def evaluate(
     )
 
 
-def export(result: Result, path: str | Path, **options: Any) -> exporting.Exported:
+def export(
+    result: Result, path: str | Path, *, example: Mapping[str, Tensor] | None = None, **options: Any
+) -> exporting.Exported:
     """Write the networks of a run as one file; :meth:`dllp.Result.export`."""
-    return exporting.export(result, path, _shape(result), **options)
+    return exporting.export(result, path, _shape(result) if example is None else example, **options)
 
 
 @undisturbed()
@@ -114,5 +116,5 @@ def _dense(result: Result) -> Posterior | None:
 
 def _shape(result: Result) -> tuple[int, ...]:
     if not result.shape:
-        raise ConfigError("the result does not say what its inputs look like: use dllp.export.export with a shape")
+        raise ConfigError("the result does not know one shape of inputs: give export example={name: tensor}, a batch")
     return exporting.input_shape(result.model, result.shape)

@@ -9,7 +9,7 @@ import importlib.util
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,8 @@ from dllp.structure.trace import UNFIT
 from dllp.training.extract import plain
 
 Format = Literal["onnx", "pt2", "huggingface"]
+Shape = tuple[int, ...] | Mapping[str, Tensor]
+"""Of one input, or a batch of several inputs by name."""
 INPUT = "input"
 OUTPUTS = ("prediction", "aleatoric", "epistemic")
 """Of the posterior; one that is called `mean` makes an invalid ONNX model."""
@@ -65,6 +67,17 @@ class Tokens(tuple[int, ...]):
     """The shape of inputs that are rows of a table, and the number of its rows: integers below `words` are inputs."""
 
     words: int
+
+
+class Named(nn.Module):
+    """A network that takes several inputs: a tuple of tensors -> what it answers to them by their names."""
+
+    def __init__(self, network: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.network, self.names = network, tuple(names)
+
+    def forward(self, x: tuple[Tensor, ...]) -> Any:
+        return self.network(**dict(zip(self.names, x, strict=True)))
 
 
 class Logits(nn.Module):
@@ -144,7 +157,7 @@ def format_of(path: Path, wanted: str | None) -> Format:
 def export(
     result: Result,
     path: str | Path,
-    shape: tuple[int, ...],
+    shape: Shape,
     *,
     format: Format | None = None,
     particle: int | None = 0,
@@ -156,7 +169,8 @@ def export(
     Args:
         result: The run.
         path: The file; an old one is replaced. Of `huggingface` a new or empty folder.
-        shape: Of one input, without the batch: (channels, height, width), or (tokens,).
+        shape: Of one input, without the batch: (channels, height, width), or (tokens,). For a network that takes
+            several, a batch of them by name, which the file is checked with: {"input_ids": ..., "attention_mask": ...}.
         format: `onnx`, which needs the extra of that name, `pt2`, or `huggingface` for an even cut of one of its
             networks, which `from_pretrained` then reads; by default that of the file's ending, or onnx.
         particle: Index of an extracted network, or None for the ensemble with its uncertainty.
@@ -172,30 +186,36 @@ def export(
         require_onnx()
     chosen = range(len(result.particles)) if particle is None else [particle]
     small = [result.particles[i].network for i in chosen]
-    shape = input_shape(small[0], shape)
+    if isinstance(shape, Mapping):
+        if uint8 or pad_to > 1:
+            raise ConfigError("uint8 and pad_to are for networks of one input: leave them out")
+    else:
+        shape = input_shape(small[0], shape)
     if format == "huggingface":
         return _pretrained(result, particle, path, shape, plain_only=not uint8 and pad_to == 1)
-    wide = small if pad_to == 1 else [wider(result, i, shape, pad_to) for i in chosen]
+    if isinstance(shape, Mapping):
+        small = [Named(network, list(shape)) for network in small]
+    wide = small if pad_to == 1 else [wider(result, i, cast(tuple[int, ...], shape), pad_to) for i in chosen]
     first = "logits" if result.config.task == "classification" else "output"
     single = (first, "noise") if result.posterior.head else (first,)
     outputs = OUTPUTS if particle is None else single
     with evaluating(*small):
         network, reference = (_assembled(result, networks, particle, uint8, shape) for networks in (wide, small))
-        content = packed(trace(network, inputs(2, shape, uint8)), format, outputs)
+        names = list(shape) if isinstance(shape, Mapping) else [INPUT]
+        content = packed(trace(network, inputs(2, shape, uint8)), format, outputs, names)
         difference = _check(reference, content, shape, uint8, format)
     files.write_named(path, content)
     runtime = "onnxruntime" if format == "onnx" else "torch.export"
     return Exported(path, format, len(content), outputs, difference, runtime)
 
 
-def _pretrained(
-    result: Result, particle: int | None, path: Path, shape: tuple[int, ...], *, plain_only: bool
-) -> Exported:
+def _pretrained(result: Result, particle: int | None, path: Path, shape: Shape, *, plain_only: bool) -> Exported:
     if particle is None or not plain_only:
         raise ConfigError("format = huggingface writes one particle as it is: leave out posterior, uint8 and pad_to")
     chosen = result.particles[particle]
     with evaluating(chosen.network), _quiet():
-        count = hugging_face.write(chosen.network, chosen.reference, path, inputs(2, shape))
+        example = shape if isinstance(shape, Mapping) else inputs(2, shape)
+        count = hugging_face.write(chosen.network, chosen.reference, path, example)
     return Exported(path, "huggingface", count, ("logits",), 0.0, "transformers")
 
 
@@ -212,9 +232,7 @@ def wider(result: Result, particle: int, shape: tuple[int, ...], multiple: int) 
     return padded(whole, structure, kept_units(whole, structure, chosen.recipe), multiple)[0].eval()
 
 
-def _assembled(
-    result: Result, networks: list[nn.Module], particle: int | None, uint8: bool, shape: tuple[int, ...]
-) -> nn.Module:
+def _assembled(result: Result, networks: list[nn.Module], particle: int | None, uint8: bool, shape: Shape) -> nn.Module:
     with torch.no_grad(), _one_line():
         output = networks[0](inputs(2, shape))
     if not isinstance(output, Tensor):
@@ -247,8 +265,10 @@ def require_onnx() -> None:
         raise ExportError(f"{', '.join(missing)} is not installed: pip install 'dllp[onnx]'")
 
 
-def inputs(batch: int, shape: tuple[int, ...], uint8: bool = False) -> Tensor:
-    """(batch, *shape) random inputs, always the same ones."""
+def inputs(batch: int, shape: Shape, uint8: bool = False) -> Any:
+    """(batch, *shape) random inputs, always the same ones; of several by name a tuple, their examples in turns."""
+    if isinstance(shape, Mapping):
+        return tuple(value.cpu()[torch.arange(batch) % len(value)] for value in shape.values())
     generator = torch.Generator().manual_seed(batch)
     if isinstance(shape, Tokens):
         return torch.randint(shape.words, (batch, *shape), generator=generator)
@@ -274,15 +294,18 @@ def write(network: nn.Module, path: Path, example: Tensor, format: Format) -> No
     files.write_bytes(path, packed(trace(network, example), format))
 
 
-def trace(network: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
+def trace(network: nn.Module, example: Tensor | tuple[Tensor, ...]) -> torch.export.ExportedProgram:
     """The network as a graph for any batch."""
     with torch.no_grad(), _quiet(), _one_line():
         if not isinstance(network(example), (Tensor, tuple)):
             network = Logits(network)
-        return torch.export.export(network, (example,), dynamic_shapes=_any_batch())
+        return torch.export.export(network, (example,), dynamic_shapes=_any_batch(example))
 
 
-def packed(program: torch.export.ExportedProgram, format: Format, outputs: tuple[str, ...] = ("output",)) -> bytes:
+def packed(
+    program: torch.export.ExportedProgram, format: Format, outputs: Sequence[str] = ("output",),
+    names: Sequence[str] = (INPUT,),
+) -> bytes:  # fmt: skip
     """A graph as the content of an ONNX or pt2 file; PyTorch's own writing of files aborts on a full disk.
 
     Places of its operations in source code are left out: they tell of the machine that wrote it.
@@ -294,7 +317,10 @@ def packed(program: torch.export.ExportedProgram, format: Format, outputs: tuple
                 node.meta.pop("stack_trace", None)
             torch.export.save(program, buffer)
             return buffer.getvalue()
-        options: dict[str, Any] = dict(input_names=[INPUT], output_names=list(outputs), dynamic_shapes=_any_batch())
+        example = program.example_inputs[0][0] if program.example_inputs else None
+        options: dict[str, Any] = dict(
+            input_names=list(names), output_names=list(outputs), dynamic_shapes=_any_batch(example)
+        )
         done = torch.onnx.export(program, (), dynamo=True, external_data=False, verbose=False, **options)
         model = cast(torch.onnx.ONNXProgram, done).model_proto
         graph = model.graph
@@ -303,8 +329,9 @@ def packed(program: torch.export.ExportedProgram, format: Format, outputs: tuple
         return model.SerializeToString()
 
 
-def _any_batch() -> tuple[dict[int, Any]]:
-    return ({0: torch.export.Dim("batch", min=1)},)
+def _any_batch(example: Any) -> tuple[Any]:
+    batch = {0: torch.export.Dim("batch", min=1)}
+    return (tuple(batch for _ in example) if isinstance(example, tuple) else batch,)
 
 
 @contextmanager
@@ -340,7 +367,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _check(reference: nn.Module, content: bytes, shape: tuple[int, ...], uint8: bool, format: Format) -> float:
+def _check(reference: nn.Module, content: bytes, shape: Shape, uint8: bool, format: Format) -> float:
     """Largest absolute difference between a file's answers and PyTorch's, for several batch sizes."""
     loaded, worst = _loaded(content, format), 0.0
     for batch in BATCHES:
@@ -357,7 +384,7 @@ def _check(reference: nn.Module, content: bytes, shape: tuple[int, ...], uint8: 
     return worst
 
 
-def _loaded(content: bytes, format: Format) -> Callable[[Tensor], Any]:
+def _loaded(content: bytes, format: Format) -> Callable[[Any], Any]:
     """A file in its own runtime, as a function of the inputs."""
     if format == "pt2":
         with _quiet():
@@ -367,4 +394,10 @@ def _loaded(content: bytes, format: Format) -> Callable[[Tensor], Any]:
 
     onnx.checker.check_model(content, full_check=True)
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    return lambda x: tuple(torch.from_numpy(y) for y in session.run(None, {INPUT: x.numpy()}))
+    names = [given.name for given in session.get_inputs()]
+
+    def run(x: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        values = [value.numpy() for value in (x if isinstance(x, tuple) else (x,))]
+        return tuple(torch.from_numpy(y) for y in session.run(None, dict(zip(names, values, strict=True))))
+
+    return run

@@ -7,7 +7,7 @@ class: numbers of the configuration that go with a width that was cut are tried,
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import islice, product
 from pathlib import Path
@@ -28,21 +28,22 @@ UNEVEN = (
 
 
 @torch.no_grad()
-def write(network: nn.Module, original: nn.Module, folder: Path, example: Tensor) -> int:
+def write(network: nn.Module, original: nn.Module, folder: Path, example: Tensor | Mapping[str, Tensor]) -> int:
     """Write a cut network that `from_pretrained` of its own class reads; the number of bytes.
 
     Args:
         network: The cut network, in evaluation mode.
         original: It before the cut, with its configuration.
         folder: New or empty; it is written whole or not at all.
-        example: Inputs for which the network that is read back must give the same numbers, bit for bit.
+        example: Inputs, several by name, for which the network that is read back must give the same numbers, bit for
+            bit.
     """
     if not all(hasattr(network, name) for name in ("config", "save_pretrained", "from_pretrained")):
         raise ConfigError(
             f"a {type(network).__name__} has no save_pretrained: format = huggingface is for networks of Hugging Face"
         )
     kind: Any = type(network)
-    wanted = _tensors(network(example))
+    wanted = _answers(network, example)
     with new_folder(folder) as temporary:
         for config in _configurations(network, original):
             with suppress(Exception):  # sizes that contradict each other
@@ -52,7 +53,7 @@ def write(network: nn.Module, original: nn.Module, folder: Path, example: Tensor
                     plain.generation_config = network.generation_config
                 plain.save_pretrained(temporary)
                 loaded = kind.from_pretrained(temporary).eval()
-                if all(map(torch.equal, _tensors(loaded(example)), wanted)):
+                if all(map(torch.equal, _answers(loaded, example), wanted)):
                     return sum(file.stat().st_size for file in temporary.iterdir())
         raise ExportError(UNEVEN)
 
@@ -100,5 +101,6 @@ def _shapes(kind: type[nn.Module], config: Any) -> dict[str, torch.Size] | None:
     return None
 
 
-def _tensors(output: Any) -> list[Tensor]:
+def _answers(network: nn.Module, example: Tensor | Mapping[str, Tensor]) -> list[Tensor]:
+    output = network(**example) if isinstance(example, Mapping) else network(example)
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -57,6 +59,36 @@ def test_a_run_from_start_to_loaded_network(make: Any, tmp_path: Path) -> None:
     if make is not bert:
         decode(result.model, tokens[:4])
         padded(result.model, tokens[:2])
+
+
+def test_whole_layers_of_bert_go_and_all_that_follows_works(tmp_path: Path) -> None:
+    """Trained, loaded and exported with masks of tokens: several inputs by name."""
+    torch.manual_seed(0)
+    tokens = torch.randint(3, WORDS, (64, LENGTH))
+    inputs = {"input_ids": tokens, "attention_mask": (torch.arange(LENGTH) < 4 + torch.arange(64)[:, None] % 9).long()}
+    config = dllp.Config(keep_flops=0.2, units="both", epochs=2, batch_size=16, optimizer="adamw", device="cpu")
+    result = dllp.prune(bert(), inputs | {"labels": tokens[:, 0] % 3}, config, progress=False)
+    assert 0.195 <= result.sizes[0].macs / result.dense.macs <= 0.2
+    gone = {name: e for name, entries in result.particles[0].recipe.items() for e in entries if e.startswith("!")}
+    for i, kind in itertools.product(range(2), ("", ".attention")):
+        name = f"bert.encoder.layer.{i}{kind}"
+        inside = {f"{name}.self": "!returns [0, null]"} if kind else {f"{name}.intermediate": "!identity"}
+        inside[f"{name}.output.dense"] = "!zeros"
+        closed = result.widths[name] == [0, 1]
+        assert {n: e for n, e in gone.items() if n in inside} == (inside if closed else {})
+    assert gone
+    result.save(tmp_path / "run")
+    again = dllp.load(tmp_path / "run", bert())
+    with torch.no_grad():
+        expected = result.model(**inputs).logits
+        assert torch.equal(again.model(**inputs).logits, expected)
+    with pytest.raises(dllp.ConfigError, match="give export example="):
+        again.export(tmp_path / "small.onnx")
+    assert again.export(tmp_path / "small.onnx", example=inputs).difference < 1e-5
+    session = onnxruntime.InferenceSession(tmp_path / "small.onnx", providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {name: value.numpy() for name, value in inputs.items()})
+    torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-5, atol=1e-6)
+    assert again.export(tmp_path / "small.pt2", example=inputs).difference < 1e-5
 
 
 @torch.no_grad()
