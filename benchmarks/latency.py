@@ -91,7 +91,7 @@ def markdown(rows: Sequence[dict[str, Any]], layers: Sequence[dict[str, Any]], i
     base = rows[0]
     for row in rows:
         if (row["runtime"].removesuffix(" int8"), row["device"], row["threads"], row["batch"]) == SETTING:
-            base = row if row["network"] == speed.DENSE else base
+            base = row if row["speedup"] is None else base
             goal = wanted[row["model"]] if row["network"] != speed.DENSE and row["share"] is not None else None
             lines.append(f"| {row['model']} | {_name(row)} | {_cells(row, base)} | {goal or '-'} | {_share(row)} |")
     lines += ["\n## Which layers hold it back\n", "Milliseconds of one batch of 64; ideal is dense times kept FLOPs.\n"]

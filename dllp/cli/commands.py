@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dllp import files
 from dllp.cli import progress
-from dllp.cli.open_run import read_run
-from dllp.errors import ArtifactError, ConfigError
+from dllp.cli.open_run import StoredRun, as_trained, read_run
+from dllp.errors import ArtifactError, ConfigError, DataError, DllpError
 from dllp.runs.folder import SPEED
 from dllp.runs.launch import KEPT
+
+if TYPE_CHECKING:
+    from dllp.deploy.speed import Images
 
 OWN_PAPER = "Efficient Stein Variational Inference for Reliable Distribution-lossless Network Pruning"
 
@@ -125,23 +129,27 @@ def speed(args: Namespace) -> None:
 
     require_onnx()
     folder = Path(args.folder)
-    opened = read_run(folder, args).open(shape=args.shape)
+    stored = read_run(folder, args)
+    opened = stored.open(shape=args.shape)
     shape = input_shape(opened.result.model, opened.shape)
     subjects = speed.subjects(opened.result, shape, particle=args.particle - 1, round_to=args.round_to)
     with progress.status(args.quiet) as show:
-        rows = speed.measure(subjects, shape, batches=args.batch, seconds=args.seconds, progress=show)
+        show("reading the data")
+        images, int8 = _images(stored, shape, subjects[0].macs)
+        rows = speed.measure(subjects, shape, batches=args.batch, seconds=args.seconds, images=images, progress=show)
         show("layers")
         layers = speed.layers(subjects[0], subjects[1], shape, batch=max(args.batch))
     report = {
         "folder": str(folder),
         "environment": environment(),
+        "int8": int8,
         "rows": speed.as_dict(rows),
         "layers": [vars(layer) | {"lost_ms": layer.lost_ms} for layer in layers],
     }
     if args.json is not None:
         files.write_json(Path(args.json), report, named=True)
     if not args.quiet:
-        progress.show_speed(rows, layers, f"{folder}: particle {args.particle} against dense")
+        progress.show_speed(rows, layers, f"{folder}: particle {args.particle} against dense", int8)
         padded = f" --pad-to {args.round_to}" if "--pad-to" in speed.advice(rows) else ""
         print(progress.next_step("export", args.folder, args, f"--out network.onnx{padded}"))
     if args.particle == 1:  # the one that the report speaks of
@@ -149,6 +157,27 @@ def speed(args: Namespace) -> None:
             files.write_json(folder / SPEED, report)
         except ArtifactError as error:
             progress.warn(f"{error}; the report will not show these times")
+
+
+def _images(stored: StoredRun, shape: tuple[int, ...], macs: float) -> tuple[Images | None, str]:
+    """Images of the run's data, and one line on what int8 was calibrated with; none where the data cannot be opened."""
+    from dllp.deploy import speed
+
+    try:
+        if "data" not in stored.settings:
+            raise DataError(f"{stored.folder} does not name its data")
+        data = stored.read_data(quiet=True)
+        data = replace(data, test=as_trained(data, stored.info.data))
+        if data.train.shape != tuple(shape):
+            raise DataError(f"the data has inputs of shape {data.train.shape}, not {tuple(shape)}")
+        found = speed.images(data, macs)
+    except DllpError as error:
+        return None, f"int8: calibrated with random inputs, accuracy not measured: {error}"
+    used = len(found.test or ())
+    seen = f"int8: calibrated with {len(found.calibration)} training examples"
+    if stored.record.config.get("task") != "classification" or data.test.y.ndim > 1:
+        return replace(found, test=None), seen
+    return found, f"{seen}; accuracy on {used} of {len(data.test)} {stored.task.split} examples"
 
 
 def environment() -> dict[str, Any]:

@@ -343,10 +343,10 @@ def show_weights(report: Mapping[str, Any]) -> None:
     )
 
 
-def show_speed(rows: Sequence[SpeedRow], layers: Sequence[LayerTime], title: str) -> None:
+def show_speed(rows: Sequence[SpeedRow], layers: Sequence[LayerTime], title: str, int8: str = "") -> None:
     """Print what `dllp speed` measured, how much of the saved FLOPs became time, and the layers that hold it back.
 
-    A small table for each setting, then one with what does not depend on it.
+    A small table for each setting, then one with what does not depend on it; `int8` says how it was calibrated.
     """
     settings: dict[str, list[list[str]]] = {}
     sizes: dict[str, list[str]] = {}
@@ -356,19 +356,22 @@ def show_speed(rows: Sequence[SpeedRow], layers: Sequence[LayerTime], title: str
         spread = f"{1e3 * row.low:.2f}-{1e3 * row.high:.2f}"
         gain = "-" if row.speedup is None else f"{row.speedup:.2f}x"
         share = "-" if row.share is None else f"{100 * row.share:.0f}%"
-        cells = [name, f"{1e3 * row.median:.2f}", spread, f"{row.throughput:.0f}", gain, share]
+        right = "-" if row.accuracy is None else f"{row.accuracy:.2%}"
+        cells = [name, f"{1e3 * row.median:.2f}", spread, f"{row.throughput:.0f}", gain, share, right]
         settings.setdefault(f"{runtime}, {row.device}{threads}, batch {row.batch}", []).append(cells)
         if row.memory is not None:
             name = f"{name}, {runtime} {row.device}"
             sizes.setdefault(name, [name, *map(short_number, (row.macs, row.bytes, row.memory), ("", "B", "B"))])
     console = _stdout()
     console.print(Text(title, style="bold"))
-    heads = "network", "ms", "quartiles", "examples/s", "speed-up", "time share"
+    heads = "network", "ms", "quartiles", "examples/s", "speed-up", "time share", "accuracy"
     for name, cells in settings.items():
         console.print(_table(name, heads, {"": cells}))
     heads = "network", "MACs", "on disk", "peak"
     console.print(_table("sizes (peak: memory at the largest batch)", heads, {"": list(sizes.values())}))
-    console.print("time share: time saved over FLOPs saved; int8: its accuracy was not measured")
+    console.print("time share: time saved over FLOPs saved")
+    if int8:
+        console.print(int8, markup=False, highlight=False, soft_wrap=True)
     row = headline(rows)
     if row is None or row.share is None:
         return

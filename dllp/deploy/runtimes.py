@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dllp import files
+from dllp.data import ArrayData
 from dllp.deploy.export import INPUT, inputs, packed, trace
 from dllp.runs.tensors import write_network
 
 TORCH, ONNX, INT8 = "PyTorch", "onnxruntime", "onnxruntime int8"
-CALIBRATION = 4
-"""Batches that the int8 ranges are taken from: enough for timing, not for accuracy."""
+BATCH = 32
+"""Examples at once in calibration and accuracy."""
 SAMPLE, FEWEST, MOST = 0.005, 7, 400
 """Seconds that one sample lasts at least, and the number of samples of each network."""
 Call = Callable[[], Any]
@@ -30,11 +32,12 @@ Samples = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Subject:
-    """A network to be measured, and its multiply-accumulates for one example."""
+    """A network to be measured, its multiply-accumulates for one example, and whether its accuracy means something."""
 
     name: str
     network: nn.Module
     macs: float
+    trained: bool = False
 
 
 # ---- time
@@ -129,12 +132,12 @@ def written(subject: Subject, shape: tuple[int, ...], folder: Path, index: int) 
     return paths
 
 
-def quantised(path: Path, shape: tuple[int, ...]) -> Path:
-    """Static int8 with ranges from random inputs: its time is right, its accuracy is not looked at."""
+def quantised(path: Path, batches: Iterable[Tensor]) -> Path:
+    """Static int8 in QDQ form: a scale for each channel of the weights, ranges of activations from `batches`."""
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    parts = iter([{INPUT: inputs(8 + i, shape).numpy()} for i in range(CALIBRATION)])
+    parts = ({INPUT: batch.numpy()} for batch in batches)
 
     class Reader(CalibrationDataReader):
         def get_next(self) -> Any:
@@ -145,6 +148,19 @@ def quantised(path: Path, shape: tuple[int, ...]) -> Path:
     kinds: dict[str, Any] = dict(activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8)
     quantize_static(prepared, result, Reader(), quant_format=QuantFormat.QDQ, per_channel=True, **kinds)
     return result
+
+
+def accuracy(path: Path, data: ArrayData) -> float:
+    """Fraction of the examples that an ONNX file classifies rightly, on the processor."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    right = 0
+    for start in range(0, len(data), BATCH):
+        part = slice(start, start + BATCH)
+        answers = np.asarray(session.run(None, {INPUT: data.inputs(part).numpy()})[0])
+        right += int((answers.argmax(1) == data.y[part].numpy()).sum())
+    return right / len(data)
 
 
 def onnx_samples(paths: Sequence[Path], x: Tensor, device: str, threads: int, seconds: float) -> list[Samples]:

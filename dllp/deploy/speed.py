@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dllp.api import Result
 from dllp.config import Units
+from dllp.data import ArrayData, Dataset, stratified
 from dllp.deploy import runtimes
 from dllp.deploy.export import inputs, require_onnx
 from dllp.deploy.layers import LayerTime, holding_back, layers, torch_layers
@@ -25,12 +26,15 @@ from dllp.structure.groups import FilterFn, chosen_again, discover
 from dllp.structure.padding import kept_units, padded, rounded
 
 __all__ = [
-    "DENSE", "INT8", "ONNX", "PRUNED", "TORCH", "LayerTime", "Row", "Subject", "Timed", "advice", "as_dict", "compared",
-    "describe",
-    "headline", "holding_back", "layers", "measure", "measure_onnx", "measure_torch", "multiples", "subjects",
-    "torch_layers", "torch_rows", "truth",
+    "DENSE", "INT8", "ONNX", "PRUNED", "TORCH", "Images", "LayerTime", "Row", "Subject", "Timed", "advice", "as_dict",
+    "compared", "describe", "headline", "holding_back", "images", "layers", "measure", "measure_onnx", "measure_torch",
+    "multiples", "subjects", "torch_layers", "torch_rows", "truth",
 ]  # fmt: skip
 DENSE, PRUNED = "dense", "pruned"
+CALIBRATION = 256
+"""Training examples that the ranges of int8 activations are taken from."""
+WORK = 4e12
+"""Multiply-accumulates of the dense network that its accuracy may take: all of CIFAR-10's test set by VGG-16."""
 
 
 # ---- networks
@@ -41,10 +45,12 @@ def subjects(result: Result, shape: tuple[int, ...], *, particle: int = 0, round
     if not 0 <= particle < len(result.particles):
         raise ConfigError(f"there is no particle {particle + 1}: the run has {len(result.particles)}")
     chosen = result.particles[particle]
+    # the reference has the dense widths, but closed gates: it stands for the dense network in time, not in accuracy
+    dense = chosen.reference if result.original is None else result.original
     # counted here: inputs of another shape than the run's cost something else
     both = [
-        Subject(name, network, discover(network, inputs(2, shape), channels=False).flops.dense)
-        for name, network in ((DENSE, chosen.reference), (PRUNED, chosen.network))
+        Subject(name, network, discover(network, inputs(2, shape), channels=False).flops.dense, trained)
+        for name, network, trained in ((DENSE, dense, dense is result.original), (PRUNED, chosen.network, True))
     ]
     if not chosen.recipe:
         return both
@@ -73,6 +79,25 @@ def multiples(
     return [Subject(f"{PRUNED}, {name}", *way(reference, structure, keep, round_to)) for name, way in ways.items()]
 
 
+@dataclass(frozen=True)
+class Images:
+    """(N, ...) normalised training inputs to calibrate int8 with, and a classification's test data for accuracy."""
+
+    calibration: Tensor
+    test: ArrayData | None
+
+
+def images(data: Dataset, macs: float) -> Images:
+    """Examples of every class in proportion; of the test set as many as a network of `macs` sees within `WORK`."""
+
+    def chosen(part: Any, count: int) -> Any:
+        return part.subset(stratified(part.y, min(count, len(part)), 0))
+
+    train, test = chosen(data.train, CALIBRATION), chosen(data.test, max(1, int(WORK / macs)))
+    train = train if isinstance(train, ArrayData) else train.decoded()
+    return Images(replace(train, mean=test.mean, std=test.std).inputs(slice(None)), test)
+
+
 # ---- rows
 
 
@@ -87,6 +112,7 @@ class Row:
         macs, bytes, memory: Multiply-accumulates of one example, bytes on disk, peak bytes of the inference.
         speedup: The dense network's median over this one's, same setting (int8: against onnxruntime's floats).
         share: Fraction of the time saved over fraction of the FLOPs saved: 1 where every FLOP became time.
+        accuracy: On test examples, in onnxruntime; None where it was not measured.
     """
 
     network: str
@@ -104,6 +130,7 @@ class Row:
     memory: int | None = None
     speedup: float | None = None
     share: float | None = None
+    accuracy: float | None = None
 
     @property
     def undisturbed(self) -> float:
@@ -181,7 +208,7 @@ def compared(rows: Sequence[Row]) -> list[Row]:
     result = []
     for row in rows:
         base = dense.get((ONNX if row.runtime == INT8 else row.runtime, row.device, row.threads, row.batch))
-        if base is not None and row.network != DENSE:
+        if base is not None and row is not base:
             saved = 1 - row.macs / base.macs
             share = (1 - row.median / base.median) / saved if saved > 0 and row.runtime != INT8 else None
             row = replace(row, speedup=base.median / row.median, share=share)
@@ -214,11 +241,12 @@ def headline(rows: Sequence[Row]) -> Row | None:
 
 def measure(
     found: Sequence[Subject], shape: tuple[int, ...], *, batches: Sequence[int] = (1, 64),
-    threads: Sequence[int] | None = None, seconds: float = 5.0, progress: Callable[[str], None] = lambda text: None,
+    threads: Sequence[int] | None = None, seconds: float = 5.0, images: Images | None = None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:  # fmt: skip
     """Time every network in every setting; the networks of one setting take turns, so that all see the same machine.
 
-    CUDA is a setting where there is one, and onnxruntime's static quantisation of the pruned network a runtime.
+    CUDA is a setting where there is one, and onnxruntime's static quantisation of dense and pruned network a runtime.
 
     Args:
         found: The networks, the dense one first.
@@ -226,6 +254,8 @@ def measure(
         batches: Batch sizes.
         threads: Numbers of CPU threads; by default 1 and all.
         seconds: How long one setting is measured for.
+        images: For the accuracy of trained networks, and to calibrate int8: without them that is done with random
+            inputs, which gives its time only.
         progress: Called with the name of each setting before it is measured.
     """
     require_onnx()
@@ -237,7 +267,17 @@ def measure(
         progress("exporting")
         paths = {subject.name: runtimes.written(subject, shape, Path(folder), i) for i, subject in enumerate(found)}
         graphs = [(subject, ONNX, paths[subject.name][ONNX]) for subject in found]
-        graphs += [(s, INT8, runtimes.quantised(paths[PRUNED][ONNX], shape)) for s in found if s.name == PRUNED]
+        seen = [inputs(8 + i, shape) for i in range(4)] if images is None else images.calibration.split(runtimes.BATCH)
+        for subject in found:
+            if subject.name in (DENSE, PRUNED):
+                progress(f"int8, {subject.name}")
+                graphs.append((subject, INT8, runtimes.quantised(paths[subject.name][ONNX], seen)))
+        accuracy = {}
+        if images is not None and images.test is not None:
+            for subject, runtime, path in graphs:
+                if subject.trained:
+                    progress(f"accuracy, {subject.name}, {runtime}")
+                    accuracy[path] = runtimes.accuracy(path, images.test)
         largest = (max(batches), *shape)
         peaks = {name: peak_bytes(each[TORCH], largest) for name, each in paths.items()}
         graph_peaks = {path: peak_bytes(path, largest) for _, _, path in graphs}
@@ -253,7 +293,8 @@ def measure(
                     setting: dict[str, Any] = dict(device=device, threads=count, batch=batch)
                     for (subject, runtime, path), part in zip(here, samples, strict=False):
                         peak = graph_peaks[path] if device == "cpu" else None
-                        rows.append(_row(subject, runtime, part, path.stat().st_size, peak, **setting))
+                        row = _row(subject, runtime, part, path.stat().st_size, peak, **setting)
+                        rows.append(replace(row, accuracy=accuracy.get(path)))
     return compared(rows)
 
 

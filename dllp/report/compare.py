@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from dllp.config import COUNTED
 from dllp.deploy.speed import DENSE as DENSE_SUBJECT
-from dllp.deploy.speed import PRUNED, describe, headline
+from dllp.deploy.speed import INT8, PRUNED, describe, headline
 from dllp.errors import ArtifactError
 from dllp.evaluation.evaluate import BEFORE, DENSE, TOGETHER
 from dllp.report.contents import Run
@@ -35,7 +35,7 @@ def sections(runs: Sequence[Run]) -> list[Section]:
     named = {f"{name} ({i + 1})" if names.count(name) > 1 else name: runs[i] for i, name in enumerate(names)}
     return [
         Section("verdict", "Verdict", lead=_lead(named), markup=_table(named)),
-        Section("front", "Quality against cost", plots=(_pareto(named), *_latency(named), *_speedups(named))),
+        Section("front", "Quality against cost", plots=(_pareto(named), *latency(named), *_speedups(named))),
         Section("settings", "Where the settings differ", markup=_differences(named)),
     ]
 
@@ -75,20 +75,31 @@ def _pareto(runs: Mapping[str, Run]) -> Plot:
     return _against("pareto", "FLOPs", caption, runs, points, axis("multiply-accumulates of one example", type="log"))
 
 
-def _latency(runs: Mapping[str, Run]) -> list[Plot]:
-    """Quality of each run's first particle against its time, in a setting in which all were measured."""
+def latency(runs: Mapping[str, Run]) -> list[Plot]:
+    """Quality of each run's dense network and first particle against time, in a setting in which all were measured.
+
+    int8 is beside them where its accuracy was measured.
+    """
     times = {label: {(r.network, describe(r)): r for r in run.speed.rows} for label, run in runs.items() if run.speed}
     shared = set.intersection(*map(set, times.values())) if times else set()
     row = headline([row for key, row in next(iter(times.values()), {}).items() if key in shared])
     if row is None:
         return []
-    named = {"particle 1": (PRUNED, describe(row)), DENSE: (DENSE_SUBJECT, describe(row))}
-    points = [
-        replace(p, cost=1e3 * times[p.run][named[p.network]].undisturbed / row.batch)
-        for p in _points(runs)
-        if p.run in times and p.network in named and named[p.network] in shared
-    ]
-    caption = f"Time of one example: {describe(row)}. Circles are dense networks, squares pruned ones."
+    kinds = {DENSE_SUBJECT: DENSE, PRUNED: "particle 1"}
+    suffix = {describe(row): "", describe(replace(row, runtime=INT8)): " int8"}
+    evaluated = {(p.run, p.network): p.quality for p in _points(runs)}
+    points = []
+    for label, found in times.items():
+        for (network, setting), r in found.items():
+            if network in kinds and setting in suffix:
+                name = kinds[network] + suffix[setting]
+                quality = evaluated.get((label, name)) if r.accuracy is None else r.accuracy
+                if quality is not None:
+                    points.append(Point(label, name, 1e3 * r.undisturbed / r.batch, quality))
+    if not points:
+        return []
+    caption = f"Time of one example: {describe(row)}. Circles are dense networks, squares pruned ones"
+    caption += ", triangles int8." if any(p.network.endswith("int8") for p in points) else "."
     return [_against("times", "measured time", caption, runs, points, axis("milliseconds of one example"))]
 
 

@@ -26,11 +26,12 @@ Uncertainty = Literal["aleatoric", "epistemic"]
 
 @dataclass(frozen=True)
 class Speed:
-    """Measured times, as speed.json holds them; `source` says how they were measured."""
+    """Measured times, as speed.json holds them; `source` says how they were measured, `int8` how it was calibrated."""
 
     rows: list[SpeedRow]
     layers: list[LayerTime]
     source: str = "measured by dllp speed"
+    int8: str = ""
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from dllp.deploy.speed import DENSE, LayerTime, describe, headline, holding_back
 from dllp.deploy.speed import Row as SpeedRow
-from dllp.report import figures
+from dllp.report import compare, figures
 from dllp.report.contents import Run, Speed
 from dllp.report.figures import BLUE, CYCLE, ORANGE, ROW, VERMILION, Plot, Section, axis, bars, names_axis, short
-from dllp.report.page import folded, note, table
+from dllp.report.page import folded, metric, note, table
 
 MOST = 30
 """Layers that are drawn: those that lose most time."""
@@ -22,8 +22,9 @@ def section(run: Run) -> Section | None:
         why = run.missing.get("latency", "")
         return Section("speed", "Speed", markup=note(why)) if why else None
     held = holding_back(speed.layers)
-    plots = (_times(speed), _layers(speed.layers)) if held else (_times(speed),)
-    return Section("speed", "Speed", lead=_lead(speed, held), markup=_table(speed.rows), plots=plots)
+    plots = (*compare.latency({run.name: run}), _times(speed), *([_layers(speed.layers)] if held else ()))
+    markup = note(speed.int8) + _table(speed.rows)
+    return Section("speed", "Speed", lead=_lead(speed, held), markup=markup, plots=plots)
 
 
 def _lead(speed: Speed, held: Sequence[LayerTime]) -> str:
@@ -78,7 +79,9 @@ def _layers(layers: Sequence[LayerTime]) -> Plot:
 def _table(rows: Sequence[SpeedRow]) -> str:
     cells = [
         [f"{row.network}, {describe(row)}", f"{1e3 * row.median:.3f}", f"{row.throughput:.0f}",
-         "–" if row.speedup is None else f"{row.speedup:.2f}×", "–" if row.share is None else f"{100 * row.share:.0f}%"]
+         "–" if row.speedup is None else f"{row.speedup:.2f}×", "–" if row.share is None else f"{100 * row.share:.0f}%",
+         metric("accuracy", row.accuracy)]
         for row in rows
     ]  # fmt: skip
-    return folded("Every setting", table(("network", "ms", "examples/s", "speed-up", "time share"), cells))
+    heads = ("network", "ms", "examples/s", "speed-up", "time share", "accuracy")
+    return folded("Every setting", table(heads, cells))

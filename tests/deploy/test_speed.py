@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
 from torch import nn
 
 import dllp
-from dllp.cli import progress
+from dllp.cli import commands, progress
 from dllp.cli.main import main
+from dllp.cli.open_run import Info, StoredRun
+from dllp.data import ArrayData, load
 from dllp.deploy import memory, runtimes, speed
 from dllp.deploy.export import INPUT, inputs, write
 from dllp.deploy.layers import CONVOLUTIONS, _calls, _kernel_places, _kernel_times, _plain_name, _profile
 from dllp.errors import ArtifactError, ConfigError
+from dllp.runs.result import read_run
+from dllp.runs.settings import Task
 from dllp.structure.groups import discover
 from dllp.zoo import build
+from tests.support import pictures
 from tests.support.commands import one_line
 
 SHAPE = (1, 8, 8)
@@ -40,7 +46,26 @@ def row(network: str, median: float, macs: float, runtime: str = speed.ONNX, bat
     return speed.Row(network, runtime, "cpu", 1, batch, median, median, median, 7, median, macs, 100)
 
 
-def test_command_measures_every_setting(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def rows_of(x: torch.Tensor) -> set[bytes]:
+    return {example.numpy().tobytes() for example in x}
+
+
+def test_command_measures_every_setting(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrated, judged = list[torch.Tensor](), list[torch.Tensor]()
+    quantised, accuracy = runtimes.quantised, runtimes.accuracy
+
+    def watched_quantised(path: Path, batches: Sequence[torch.Tensor]) -> Path:
+        calibrated.extend(batches)
+        return quantised(path, batches)
+
+    def watched_accuracy(path: Path, data: ArrayData) -> float:
+        judged.append(data.inputs(slice(None)))
+        return accuracy(path, data)
+
+    monkeypatch.setattr(runtimes, "quantised", watched_quantised)
+    monkeypatch.setattr(runtimes, "accuracy", watched_accuracy)
     path = tmp_path / "speed.json"
     words = ["--batch", "1", "2", "--seconds", "0", "--json", str(path)]
     assert main(["speed", str(run), *words]) == 0
@@ -57,9 +82,21 @@ def test_command_measures_every_setting(run: Path, tmp_path: Path, capsys: pytes
             assert [r["network"] for r in cpu] == networks
             assert all(r["speedup"] is not None and r["share"] is not None for r in cpu[1:])
             assert cpu[0]["speedup"] is None and cpu[1]["bytes"] < cpu[0]["bytes"]
-    assert any(r["runtime"] == speed.INT8 for r in rows)
+    measured = {(r["network"], r["runtime"]): r["accuracy"] for r in rows if r["accuracy"] is not None}
+    both = (speed.DENSE, speed.PRUNED)
+    assert measured.keys() == {(name, runtime) for name in both for runtime in (speed.ONNX, speed.INT8)}
+    evaluated = {r["name"]: r["metrics"]["accuracy"] for r in json.loads((run / "evaluation.json").read_text())["rows"]}
+    for name, stored in zip(both, ("dense", "particle 1"), strict=True):
+        assert measured[name, speed.ONNX] == pytest.approx(evaluated[stored], abs=0.003)  # one of 360 examples
+        assert measured[name, speed.INT8] == pytest.approx(measured[name, speed.ONNX], abs=0.05)
+    data = load("digits")
+    train, test = (rows_of(part.inputs(slice(None))) for part in (data.train, data.test))
+    assert len(train & test) == 0 and rows_of(torch.cat(judged)) == test
+    seen = rows_of(torch.cat(calibrated))
+    assert seen <= train and len(seen) == speed.CALIBRATION
+    assert "calibrated with 256 training examples; accuracy on 360 of 360 test examples" in shown
     peaks = {(r["network"], r["runtime"]): r["memory"] for r in rows if r["device"] == "cpu"}
-    assert len(peaks) == 9 and all(peak is not None and peak > 0 for peak in peaks.values() if memory_is_read())
+    assert len(peaks) == 10 and all(peak is not None and peak > 0 for peak in peaks.values() if memory_is_read())
     assert all(0 < r["low"] <= r["median"] <= r["high"] and r["samples"] >= runtimes.FEWEST for r in rows)
     assert all(r["throughput"] == pytest.approx(r["batch"] / r["median"]) for r in rows)
     assert report["environment"]["onnxruntime"] and [layer["layer"] for layer in report["layers"]]
@@ -69,13 +106,65 @@ def test_share_of_the_flops_that_became_time() -> None:
     rows = speed.compared([
         row("dense", 4.0, 100.0), row("pruned", 2.0, 25.0), row("pruned", 1.0, 25.0, speed.INT8),
         row("dense", 1.0, 100.0, batch=1), row("pruned", 1.25, 25.0, batch=1), row("pruned", 1.0, 25.0, speed.TORCH),
+        row("dense", 2.0, 100.0, speed.INT8),
     ])  # fmt: skip
-    assert [r.speedup for r in rows] == [None, 2.0, 4.0, None, 0.8, None]
+    assert [r.speedup for r in rows] == [None, 2.0, 4.0, None, 0.8, None, 2.0]
     assert rows[1].share == pytest.approx(0.5 / 0.75)  # half of the time for three quarters of the FLOPs
     assert rows[4].share == pytest.approx(-0.25 / 0.75)  # slower than before
-    assert rows[0].share is None and rows[2].share is None and rows[5].share is None
+    assert rows[0].share is None and rows[2].share is None and rows[5].share is None and rows[6].share is None
     same = speed.compared([row("dense", 4.0, 100.0), row("pruned", 2.0, 100.0)])
     assert same[1].speedup == 2.0 and same[1].share is None
+
+
+def test_int8_answers_as_floats_do(tmp_path: Path) -> None:
+    """Quantised in QDQ form with a scale for each output channel; a few test images are answered otherwise at most."""
+    data = load("digits")
+    model = build("small_cnn", num_classes=10, in_channels=1)
+    trained = dllp.train_dense(model, data.train, epochs=4, batch_size=64, init="fresh", progress=False).model
+    path, example = tmp_path / "a.onnx", inputs(2, SHAPE)
+    write(trained, path, example, "onnx")
+    found = speed.images(data, macs=1.0)
+    assert found.test is not None and len(found.test) == len(data.test)
+    small = runtimes.quantised(path, found.calibration.split(32))
+    floats, int8 = runtimes.accuracy(path, found.test), runtimes.accuracy(small, found.test)
+    with torch.no_grad():
+        answers = trained(found.test.inputs(slice(None))).argmax(1)
+    assert floats == pytest.approx((answers == found.test.y).float().mean().item(), abs=0.003) and floats > 0.9
+    assert int8 == pytest.approx(floats, abs=0.03)
+    graph = onnx.load(small).graph
+    kinds = [node.op_type for node in graph.node]
+    assert "QuantizeLinear" in kinds and "DequantizeLinear" in kinds and "Conv" in kinds
+    stored = {tensor.name: tensor for tensor in graph.initializer}
+    scales = {tuple(stored[node.input[0]].dims): tuple(stored[node.input[1]].dims) for node in graph.node
+              if node.op_type == "DequantizeLinear" and stored.get(node.input[0], onnx.TensorProto()).data_type
+              == onnx.TensorProto.INT8}  # fmt: skip
+    widths = {tuple(m.weight.shape): (len(m.weight),) for m in trained.modules() if isinstance(m, nn.Conv2d)}
+    assert widths.items() <= scales.items()
+
+
+def test_images_of_a_large_network_and_from_disk(tmp_path: Path) -> None:
+    """A costly network's accuracy is measured on fewer test images; streamed images are decoded for calibration."""
+    found = speed.images(load("digits"), macs=speed.WORK / 50)
+    assert found.test is not None and len(found.test) == 50 and found.test.y.bincount().min() >= 4
+    data = pictures.load(pictures.folder(tmp_path / "data"))
+    found = speed.images(data, macs=1.0)
+    assert found.calibration.shape == (24, 3, 16, 16) and found.calibration.dtype == torch.float32
+
+
+def test_data_that_cannot_be_opened_is_one_line(run: Path) -> None:
+    known = StoredRun(run, read_run(run), {"data": "digits"}, Task(), Info())
+    found, line = commands._images(known, SHAPE, 1.0)
+    assert found is not None and line.endswith("accuracy on 360 of 360 test examples")
+    for stored, shape, why in (
+        (replace(known, settings={}), SHAPE, "does not name its data"),
+        (replace(known, task=Task(data=str(run / "nowhere"))), SHAPE, "nowhere"),
+        (known, (1, 16, 16), "inputs of shape (1, 8, 8), not (1, 16, 16)"),
+    ):
+        found, line = commands._images(stored, shape, 1.0)
+        assert found is None and "random inputs, accuracy not measured: " in line and why in line and "\n" not in line
+    record = replace(known.record, config={"task": "binary"})
+    found, line = commands._images(replace(known, record=record), SHAPE, 1.0)
+    assert found is not None and found.test is None and "accuracy" not in line
 
 
 def test_calls_take_turns() -> None:
@@ -115,7 +204,8 @@ def test_threads_come_back(result: dllp.Result) -> None:
     rows = speed.measure(dense, SHAPE, batches=[1], threads=[2], seconds=0)
     rows = [row for row in rows if row.device == "cpu"]
     assert torch.get_num_threads() == before and {r.threads for r in rows} == {2}
-    assert {r.runtime for r in rows} == {speed.TORCH, speed.ONNX}
+    assert {r.runtime for r in rows} == {speed.TORCH, speed.ONNX, speed.INT8}
+    assert all(r.accuracy is None for r in rows)  # no images were given
     assert all(r.memory is not None and r.memory > 0 for r in rows if memory_is_read())
 
 

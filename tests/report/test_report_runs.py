@@ -85,11 +85,20 @@ def test_stored_speed_is_shown(copied: Path) -> None:
     pruned = row | {"network": "pruned", "median": 2e-3, "macs": 2.5e5, "speedup": 2.0, "share": 2 / 3}
     slow = {"layer": "conv9", "dense_ms": 3.0, "pruned_ms": 1.5, "dense_width": 64, "pruned_width": 17,
             "kept_macs": 0.25, "lost_ms": 0.75}  # fmt: skip
-    (copied / "speed.json").write_text(json.dumps({"rows": [row, pruned], "layers": [slow]}))
+    timed = {"runtime": "onnxruntime"}
+    int8 = row | {"network": "pruned", "runtime": "onnxruntime int8", "median": 1e-3, "cpu": 1e-3, "accuracy": 0.4321}
+    rows = [row | timed, pruned | timed | {"accuracy": 0.5678}, int8, row, pruned]
+    stored = {"rows": rows, "layers": [slow], "int8": "calibrated with <b>256</b>"}
+    (copied / "speed.json").write_text(json.dumps(stored))
     assert main(["report", str(copied), "--quiet"]) == 0
     text = (copied / "report.html").read_text()
     assert "2.00×" in text and "67% of the saved FLOPs became saved time" in text and "conv9 (0.75 ms)" in text
     assert plots(text)["layers"]["data"][2]["x"] == [0.75]
+    assert "43.21%" in text and "calibrated with &lt;b&gt;256" in text
+    evaluated = contents.read(copied).clean["dense"].metrics["accuracy"]
+    (_, points) = plots(text)["times"]["data"]
+    assert points["text"] == ["dense", "particle 1", "particle 1 int8"]
+    assert points["x"] == [0.0625, 0.0625, 0.015625] and points["y"] == pytest.approx([evaluated, 0.5678, 0.4321], 1e-4)
     (copied / "speed.json").write_text(json.dumps({"rows": [row | {"median": 0.0}], "layers": []}))
     assert main(["report", str(copied), "--quiet"]) == 2
 
