@@ -328,7 +328,7 @@ class Config(Machine, Optimizer, Schedule, Prior, Budget):
                 raise ConfigError(f"{name} = {value}: {rules[name].text}")
             if isinstance(value, (int, float)) and not _storable(value):
                 raise ConfigError(f"{name} = {value}: a finite number that float32, or 64 bits, can hold is needed")
-        budgets = [n for n in ("keep_flops", "keep_params", "keep_latency") if getattr(self, n) is not None]
+        budgets = [f"keep_{name}" for name in COUNTED if getattr(self, f"keep_{name}") is not None]
         if len(budgets) > 1:
             raise ConfigError(f"{' and '.join(budgets)} are both given: choose one budget")
         if self.keep_latency is not None and self.granularity == "weight":

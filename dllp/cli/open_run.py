@@ -20,7 +20,7 @@ from dllp import files, zoo
 from dllp.api import Result, load
 from dllp.baselines import find as find_method
 from dllp.cli import progress
-from dllp.config import Config, usual_batch
+from dllp.config import COUNTED, Config, usual_batch
 from dllp.data import ArrayData, Dataset
 from dllp.data import load as load_data
 from dllp.data.ood import same as same_data
@@ -59,8 +59,9 @@ def configure(task: Task, values: Mapping[str, Any], data: Dataset | None = None
     parse_fraction(task.max_bad)  # a bad value is an error before any data is read
     suited: dict[str, Any] = {}
     if task.method == DENSE:
-        if values.get("keep_flops") or values.get("keep_params"):
-            raise ConfigError("method dense removes nothing: leave out keep_flops and keep_params")
+        budgets = [f"keep_{name}" for name in COUNTED if values.get(f"keep_{name}")]
+        if budgets:
+            raise ConfigError(f"method dense removes nothing: leave out {budgets[0]}")
         suited["particles"] = 1
     elif task.method != DLLP:
         method = find_method(task.method)

@@ -36,6 +36,7 @@ def test_a_run_of_another_method_by_name(tmp_path: Path, capsys: pytest.CaptureF
         (["--method", "sfp", "--keep-flops", "0.0001"], ["cannot be reached", "method magnitude-l2"]),
         (["--finetune-epochs", "2"], ["finetune_epochs is for other methods"]),
         (["--method", "fbs", "--keep-flops", "0.5"], ["fbs chooses channels for each image", "dllp bench table2"]),
+        (["--method", "dense", "--keep-latency", "0.5"], ["dense removes nothing: leave out keep_latency"]),
         (["--method", "nothing"], ["there is no method 'nothing'"]),
         (["--method", "dllp:beta=2"], ["dllp has no hyperparameters behind its name", "as options"]),
         (["--method", "slimming:t=2"], ["method slimming has no hyperparameter 't': it has strength"]),
