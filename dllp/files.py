@@ -129,14 +129,14 @@ def typed(hint: type[T], value: Any, place: object, name: str = "") -> T:
     if fits(value, hint):
         return value
     if is_dataclass(hint) and isinstance(value, dict):
-        hints, parts = types_of(hint), {}  # type: ignore[arg-type]
+        hints, parts = types_of(hint), {}
         for field in fields(hint):
             inner = f"{name}.{field.name}".lstrip(".")
             if field.name in value:
                 parts[field.name] = typed(hints[field.name], value[field.name], place, inner)
             elif field.default is MISSING and field.default_factory is MISSING:
                 raise ArtifactError(f"{place}: {inner} is missing")
-        return hint(**parts)  # type: ignore[operator]
+        return hint(**parts)
     if get_origin(hint) is list and isinstance(value, list):
         (inner,) = get_args(hint)
         return [typed(inner, part, place, f"{name}[{i}]") for i, part in enumerate(value)]  # type: ignore[return-value]

@@ -255,7 +255,7 @@ def held_out(data: Data, size: float, seed: int) -> tuple[Data, ArrayData]:
     data = _opened(data)
     if isinstance(data, Dataset):
         train, held = held_out(data.train, size, seed)
-        return replace(data, train=train), held  # pyright: ignore[reportArgumentType]
+        return replace(data, train=train), held
     if not isinstance(data, ArrayData | StreamedData):
         raise DataError(
             f"validation = {size:g} cannot be held out of a {type(data).__name__}: give data to validate on instead"

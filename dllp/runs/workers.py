@@ -80,7 +80,7 @@ class Lost:
 
 
 Answer = Any
-"""What a job gives, or one of the three above."""
+"""The result of a job, or one of the three above."""
 
 
 class Worker:

@@ -183,13 +183,9 @@ class Axes(TorchDispatchMode):
         return found[0] if len(found) == 1 else None
 
     def multiply(
-        self,
-        weight: Tensor | None,
-        written: Label | None,
-        labels: list[Label],
-        times: int = 1,
+        self, weight: Tensor | None, written: Label | None, labels: list[Label], times: int = 1,
         form: Form | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """A product was computed; `written` is the axis that its weight makes."""
         name = None if weight is None else self.sources.get(_storage(weight))
         self.trace.products.append(Product(self.where, name, labels, times, form))

@@ -316,7 +316,7 @@ class _Reader:
         return result
 
     def _becomes(self, name: str) -> str | None:
-        """What stands for a module that is gone; None where it is needed, or its calls cannot be answered."""
+        """Stand-in for a module that is gone; None where it is needed, or its calls cannot be answered."""
         call = self.flow.calls.get(name)
         shared = any(
             any(within(n, [name]) for n in names) and not all(within(n, [name]) for n in names) for names in self.owners
@@ -406,7 +406,7 @@ def remove(model: nn.Module, name: str, entry: str) -> None:
         for held in (old._parameters, old._buffers, old._modules):
             for key in held:
                 held[key] = None
-        old.forward = NoBranch(json.loads(entry.removeprefix(RETURNS)), layer)  # type: ignore[assignment]
+        old.forward = NoBranch(json.loads(entry.removeprefix(RETURNS)), layer)
         return
     new = nn.Identity() if entry == IDENTITY else nn.Threshold(math.inf, 0.0)  # nothing is above infinity
     setattr(parent, leaf, new.train(old.training))

@@ -73,7 +73,7 @@ def moved(cost: T, device: torch.device | str, dtype: torch.dtype | None = None)
         for name, value in vars(cost).items()
         if isinstance(value, Tensor)
     }
-    return replace(cost, **tensors)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return replace(cost, **tensors)  # pyright: ignore[reportArgumentType]
 
 
 def polynomial(terms: Iterable[tuple[float, Sequence[Label]]], atoms: Sequence[Atom]) -> Cost:

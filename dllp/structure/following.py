@@ -61,7 +61,7 @@ def follow(module: nn.Module, entry: str, sizes: list[int]) -> None:
     forward = vars(module).get("forward")
     if not isinstance(forward, FollowingForward):
         forward = FollowingForward(module)
-        module.forward = forward  # type: ignore[assignment]
+        module.forward = forward
     forward.sizes[int(entry[1:].partition("/")[0])] = sizes
 
 
@@ -128,4 +128,4 @@ def shrink(module: nn.MultiheadAttention) -> None:
     module.embed_dim = module.kdim = module.vdim = module.in_proj_weight.shape[1]
     module.head_dim = module.in_proj_weight.shape[0] // 3 // module.num_heads
     module._qkv_same_embed_dim = False  # which keeps encoder layers from calling a kernel that counts on the width
-    module.forward = CutAttention(module)  # type: ignore[assignment]
+    module.forward = CutAttention(module)

@@ -209,14 +209,13 @@ def _cell(sizes: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
     return at, ((sizes - low) / (high - low)).clamp(0, 1)
 
 
-def latency(structure: Structure, profile: Profile, measure: Callable[[Tensor], float] | None = None) -> Latency:
+def latency(structure: Structure, profile: Profile) -> Latency:
     """The time that a profile tells of a network; refuses a profile of another one."""
     if profile.network != fingerprint(structure):
         raise ConfigError("the profile is of another network (or inputs, or outputs): make one of this by dllp profile")
     count = len(structure.kernels)
-    if sorted(k for table in profile.tables for k in table.kernels) != [*range(count)] or not (
-        0 <= profile.overhead < profile.dense
-    ):
+    complete = sorted(k for table in profile.tables for k in table.kernels) == [*range(count)]
+    if not complete or not 0 <= profile.overhead < profile.dense:
         raise ConfigError("the profile does not hold every layer once, or no time: make it again with dllp profile")
     points = 1 + max([2, *(len(grid) for table in profile.tables for grid in (table.inputs, table.outputs))])
     grid = torch.zeros(2, count, points, dtype=torch.float64)
@@ -236,4 +235,4 @@ def latency(structure: Structure, profile: Profile, measure: Callable[[Tensor], 
     raw = Latency(0.0, structure.sizes, axes, grid, seconds, chunks(structure))
     factor = (profile.dense - profile.overhead) / raw.expected(ones).item()
     seconds[:, 1:, 1:] = seconds[:, 1:, 1:] * factor + profile.overhead / count
-    return Latency(profile.dense, structure.sizes, axes, grid, seconds, raw.chunks, measure)
+    return replace(raw, dense=profile.dense)

@@ -142,7 +142,7 @@ def gate_means(model: nn.Module, axes: dict[str, int]) -> None:
         forward = GatedForward(module, axis)
         # encoder layers of PyTorch call a kernel in place of their norms unless they see a hook
         forward.hook = module.register_forward_pre_hook(_nothing).id
-        module.forward = forward  # type: ignore[assignment]
+        module.forward = forward
 
 
 def plain_means(model: nn.Module) -> None:

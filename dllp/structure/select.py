@@ -139,22 +139,21 @@ def _reasons(structure: Structure) -> str:
 
 def select_measured(structure: Structure, logits: Tensor, cost: Latency, keep: float) -> Tensor:
     """:func:`select` by latency, again while the measured time is not the predicted one; the nearest one stays."""
-    best, distance, target = select(structure, logits, cost=cost, keep=keep), float("inf"), keep
-    measure = cost.measure
-    if measure is None:
+    best = kept = select(structure, logits, cost=cost, keep=keep)
+    if cost.measure is None:
         return best
-    cost = cost.to("cpu", torch.float64)
+    distance = math.inf
     for _ in range(CORRECTIONS + 1):
-        try:
-            kept = select(structure, logits, cost=cost, keep=target)
-        except StructureError:  # what was found before is the least there is
-            break
-        found = measure(kept)
+        found = cost.measure(kept)
         if abs(found / keep - 1) < distance:
             best, distance = kept, abs(found / keep - 1)
         if distance <= MEASURED:
             break
         target = min(1.0, keep * cost.expected(kept.double()).item() / cost.dense / found)
+        try:
+            kept = select(structure, logits, cost=cost, keep=target)
+        except StructureError:  # what was found before is the least there is
+            break
     return best
 
 
@@ -225,7 +224,7 @@ class _Terms:
         return found
 
     def try_chunk(self, chunk: Tensor) -> float:
-        """What the cost grows by with a chunk."""
+        """Growth of the cost with a chunk."""
         index = chunk.numpy()
         self.more = self.counts + self.signals[index].sum(0)
         self.larger = self._of(self.more)
@@ -244,7 +243,7 @@ class _Times:
         self.now = cost.of(cost.sizes.of(self.counts)).item()
 
     def try_chunk(self, chunk: Tensor) -> float:
-        """What the time grows by with a chunk."""
+        """Growth of the time with a chunk."""
         self.more = self.counts + self.cost.sizes.signals[chunk].sum(0)
         self.later = self.cost.of(self.cost.sizes.of(self.more)).item()
         return self.later - self.now

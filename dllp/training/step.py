@@ -216,9 +216,8 @@ def _advance_under_prior(state: RunState, scales: Scales, z: Tensor, through: Te
     learnable = state.learnable[at]
     soft = state.phase == "soft"
     slab, spike = state.latents.prior_pulls(rows, z, state.knobs[1], soft=soft)
-    pull = (
-        scales.at_coordinates(slab) * rows[:, at] * learnable
-    )  # minus the slab's score, which has no matrix of its own
+    # minus the slab's score, which has no matrix of its own
+    pull = scales.at_coordinates(slab) * rows[:, at] * learnable
     if soft:
         state.latents.gate_gradient(rows, z, through, state.knobs[1], state.knobs[2])
     if state.gaussian:
