@@ -115,10 +115,9 @@ def profile(args: Namespace) -> None:
         share = 100 * found.overhead / found.dense
         print(f"{args.out}: {1e3 * found.dense:.2f} ms dense, of which {share:.0f}% fall with no width")
         for check in found.checks:
-            predicted = found.overhead + (1 - found.overhead / found.dense) * check.kernels
-            print(
-                f"at {100 * check.kept:g}% of the widths: {1e3 * check.seconds:.2f} ms, {1e3 * predicted:.2f} predicted"
-            )
+            times = check.seconds, found.overhead + (1 - found.overhead / found.dense) * check.kernels
+            measured, predicted = (f"{1e3 * seconds:.2f}" for seconds in times)
+            print(f"at {100 * check.kept:g}% of the widths: {measured} ms, {predicted} predicted")
         print(f"next: dllp prune --model {task.model} --keep-latency 0.5 --profile {args.out}")
 
 

@@ -71,7 +71,8 @@ def run(args: Namespace) -> None:
     report.require_plotly()
     require_onnx()
     given = {name: value for name, value in vars(args).items() if name in ("jobs", "launcher", "address", "cpus")}
-    given |= {"launcher": "local"} if "jobs" in given and "launcher" not in given else {}
+    if "jobs" in given:
+        given.setdefault("launcher", "local")
     launch.check_launcher(given)
     given["device"] = args.chosen.get("device", "auto")
     if given.get("launcher") != "ray":

@@ -34,7 +34,7 @@ RUNS = 9
 REPEATS = 20
 """Calls of a layer in one CUDA graph: a single one takes less time than its launch."""
 SECONDS = 6.0
-"""How long whole networks are timed, together."""
+"""Time for which whole networks are measured, together."""
 NEAR = 0.05
 """Relative distance from a latency budget from which on a run says that it is not met."""
 
@@ -136,9 +136,8 @@ class Clock:
         if self.profile.machine == machine(self.profile.runtime):
             here = versions(self.profile.runtime)
             if here != self.profile.versions:
-                raise ConfigError(
-                    f"the profile is of {_words(self.profile.versions)}, here is {_words(here)}: renew it"
-                )
+                wrong = f"the profile is of {_words(self.profile.versions)}, here is {_words(here)}"
+                raise ConfigError(f"{wrong}: renew it")
             timer = timer or timer_of(self.profile.runtime, shape, self.profile.threads, self.profile.batch)
             measure = partial(_relative, timer, copied(model).cpu().eval(), structure)
             self.latency = replace(self.latency, measure=measure)
@@ -157,10 +156,8 @@ class Clock:
         named = ("runtime", "threads", "batch", "machine")
         found = {name: getattr(profile, name) for name in named} | {"keep": keep, "predicted": predicted}
         if measure is None:
-            why = f"the profile is of another machine, {profile.machine}: run dllp speed there"
-            return found | {
-                "text": f"latency: {_percents(predicted)} of the dense predicted ({where}), not measured; {why}"
-            }
+            why = f"not measured; the profile is of another machine, {profile.machine}: run dllp speed there"
+            return found | {"text": f"latency: {_percents(predicted)} of the dense predicted ({where}), {why}"}
         measured = [measure(each) for each in kept]
         text = f"latency: {_percents(measured)} of the dense measured, {100 * keep:g}% wanted ({where})"
         worst = max(measured, key=lambda value: abs(value / keep - 1))
@@ -300,23 +297,23 @@ class TorchTimer(_Timer):
         calls = []
         for made in outputs:
             x = torch.zeros(self.input_of(form, inputs, made), device=self.device)
-            kernel = (made, 1 if form.groups == 0 else inputs, *form.kernel)
-            work: Call = partial(F.linear, x, torch.zeros(kernel, device=self.device))
+            weight = torch.zeros((made, 1 if form.groups == 0 else inputs, *form.kernel), device=self.device)
             if form.kernel:
                 convolve: Any = (F.conv1d, F.conv2d, F.conv3d)[len(form.kernel) - 1]
                 sides = (form.stride, form.padding, form.dilation, form.groups or made)
-                work = partial(convolve, x, work.args[1], None, *sides)  # type: ignore[attr-defined]
-            calls.append(work)
-        return self.times(calls, REPEATS, 0.0, RUNS)
+                calls.append(partial(convolve, x, weight, None, *sides))
+            else:
+                calls.append(partial(F.linear, x, weight))
+        return self.times(calls, REPEATS, 0.0)
 
     def networks(self, networks: Sequence[nn.Module]) -> list[float]:
         x = inputs(self.batch, self.shape).to(self.device)
-        return self.times([partial(copied(network).to(self.device), x) for network in networks], 1, SECONDS, RUNS)
+        return self.times([partial(copied(network).to(self.device), x) for network in networks], 1, SECONDS)
 
-    def times(self, calls: Sequence[Call], repeats: int, seconds: float, fewest: int) -> list[float]:
-        """Seconds of each call."""
+    def times(self, calls: Sequence[Call], repeats: int, seconds: float) -> list[float]:
+        """Seconds of each call; one that is launched apart is repeated so often in a sample."""
         with limited(self.threads), torch.inference_mode():
-            return [_median(each, self.threads) for each in interleaved(calls, seconds, fewest)]
+            return [_median(each, self.threads) for each in interleaved(calls, seconds, RUNS)]
 
 
 class CudaTimer(TorchTimer):
@@ -324,10 +321,10 @@ class CudaTimer(TorchTimer):
 
     device = "cuda"
 
-    def times(self, calls: Sequence[Call], repeats: int, seconds: float, fewest: int) -> list[float]:
+    def times(self, calls: Sequence[Call], repeats: int, seconds: float) -> list[float]:
         with torch.inference_mode():
             graphs = [self._captured(call, repeats) for call in calls]
-            return [_median(each) / repeats for each in interleaved(graphs, seconds, fewest)]
+            return [_median(each) / repeats for each in interleaved(graphs, seconds, RUNS)]
 
     @staticmethod
     def _captured(call: Call, repeats: int) -> Call:
