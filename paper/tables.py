@@ -86,9 +86,8 @@ class Variant:
         job = replace(job, seed=seed, validation=self.validation)
         if not self.epochs:
             return job
-        least = (
-            2 if job.baseline and getattr(find_any(job.baseline), "before_cut", 0) else 1
-        )  # one of them before the cut
+        early = job.baseline and getattr(find_any(job.baseline), "before_cut", 0)
+        least = 2 if early else 1  # one of them before the cut
         finetune = min(job.finetune, max(least, -(-self.epochs // 2)))  # half of the training, as in the tables
         pretrain = min(round(self.epochs * job.pretrain / job.epochs), self.epochs - 1)
         return replace(job, epochs=self.epochs, finetune=finetune, pretrain=pretrain)
@@ -305,9 +304,8 @@ def _baseline(method: Method, network: str, removed: str, seeds: tuple[int, ...]
     wanted = () if published is None else (("published", published.drop),)
     note = ""
     if published is not None and method.name in SEARCHED:
-        note = (
-            f"The published drop of {method.title}, {published.drop:g} at {published.removed:g}%, is its authors' own."
-        )
+        drop = f"{published.drop:g} at {published.removed:g}%"
+        note = f"The published drop of {method.title}, {drop}, is its authors' own."
     return Row(f"tuned-{method.name}-{percent}", job, seeds, wanted, note=note)
 
 

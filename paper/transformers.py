@@ -15,7 +15,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import islice
+from functools import cached_property
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ class Material:
 
 @dataclass(frozen=True)
 class Folders:
-    """Where data and trained networks lie."""
+    """Folders of data and trained networks."""
 
     texts: Path | None = None
     models: Path | None = None
@@ -213,17 +214,14 @@ class Runner:
         self.begin, self.epochs = changes.pop("start", self.task.start), changes.pop("epochs", self.task.epochs)
         self.shared = {"seed": seed, **self.task.config, **machine, **changes}
         self.device = find_device(self.shared["device"])
-        self._started: nn.Module | None = None
 
-    @property
+    @cached_property
     def started(self) -> nn.Module:
         """The network that every row starts from."""
-        if self._started is None:
-            self._started = self.material.network
-            if self.begin:
-                config = Config(**self.shared, epochs=self.begin, teacher="off")
-                self._started = train_dense(self._started, self.material.train, config, progress=False).model
-        return self._started
+        if not self.begin:
+            return self.material.network
+        config = Config(**self.shared, epochs=self.begin, teacher="off")
+        return train_dense(self.material.network, self.material.train, config, progress=False).model
 
     def config(self, row: Row) -> Config:
         """Of a row; a budget of the blocks is one of the whole network here."""
@@ -236,12 +234,10 @@ class Runner:
         outside = sum(layer.macs for layer in structure.layers if self.task.blocks not in layer.name)
         return 1 - removed * (1 - outside / structure.flops.dense)
 
-    @property
+    @cached_property
     def structure(self) -> Structure:
         """Of the network that rows start from, its streams whole."""
-        if not hasattr(self, "_structure"):
-            self._structure = discover(self.started, self.example, filter_fn=in_blocks)
-        return self._structure
+        return discover(self.started, self.example, filter_fn=in_blocks)
 
     @property
     def example(self) -> Any:
@@ -336,7 +332,7 @@ def mean_loss(network: Any, batch: Any) -> Tensor:
 
 
 def brief(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What a line keeps of the epochs."""
+    """The epochs as a line keeps them."""
     return [{name: record[name] for name in ("epoch", "phase", "loss", "cost", "lr")} for record in history]
 
 
@@ -374,17 +370,8 @@ def execute(given: Mapping[str, Any], command: str, settings: Mapping[str, Any])
 
 def digest(row: Row, seed: int, variant: Variant) -> str:
     """Name of a job: every setting that decides its outcome."""
-    task = TASKS[row.task]
-    counted = [
-        row.name,
-        seed,
-        variant.epochs,
-        variant.validation,
-        dict(variant.settings),
-        dict(task.config),
-        task.start,
-    ]
-    text = json.dumps([*counted, task.epochs], sort_keys=True)
+    task, changes = TASKS[row.task], [variant.epochs, variant.validation, dict(variant.settings)]
+    text = json.dumps([row.name, seed, *changes, dict(task.config), task.start, task.epochs], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -404,24 +391,22 @@ def _run(
         for row, seed in plan:
             if digest(row, seed, variant) in store.digests():
                 store.supersede(digest(row, seed, variant), given["again"])
-    runner, present = None, None
-    for row, seed in plan:
-        if digest(row, seed, variant) in store.digests():
-            continue
-        if (row.task, seed) != present:
-            runner = None  # its memory goes before the next one's comes
-            changes = {**lengths, **variant.settings}
-            fewer = changes.pop("examples", None)
-            if not TASKS[row.task].start:
-                changes.pop("start", None)
-            runner = Runner(row.task, material(row.task, folders, seed, held, fewer=fewer), seed, machine, **changes)
-            present = row.task, seed
-        line = runner.run(row)  # type: ignore[union-attr]
-        named = {"digest": digest(row, seed, variant), "row": row.name, "seed": seed, "task": row.task}
-        store.add({**named, "method": row.method, "removed": row.removed, **line, "date": now(), **note})
-        if not given.get("quiet"):
-            quality = ", ".join(f"{name} {value:.4f}" for name, value in line["ensemble"].items())
-            print(f"{row.name} seed {seed}: {quality}, {line['train_seconds']:.0f} s", flush=True)
+    # each is looked up when its turn comes: another process may have finished it meanwhile
+    lacking = (job for job in plan if digest(*job, variant) not in store.digests())
+    for (task, seed), jobs in groupby(lacking, lambda job: (job[0].task, job[1])):
+        changes = {**lengths, **variant.settings}
+        fewer = changes.pop("examples", None)
+        if not TASKS[task].start:
+            changes.pop("start", None)
+        runner = Runner(task, material(task, folders, seed, held, fewer=fewer), seed, machine, **changes)
+        for row, _ in jobs:
+            line = runner.run(row)
+            named = {"digest": digest(row, seed, variant), "row": row.name, "seed": seed, "task": task}
+            store.add({**named, "method": row.method, "removed": row.removed, **line, "date": now(), **note})
+            if not given.get("quiet"):
+                quality = ", ".join(f"{name} {value:.4f}" for name, value in line["ensemble"].items())
+                print(f"{row.name} seed {seed}: {quality}, {line['train_seconds']:.0f} s", flush=True)
+        del runner  # its memory goes before the next one's comes
 
 
 # ---- the table

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -71,62 +72,49 @@ def chosen(network: nn.Module, structure: Structure, scores: Tensor, keep: float
 @torch.no_grad()
 def shortgpt(network: Any, batches: Iterable[Any], removed: float) -> Any:
     """A copy without the share of blocks whose outputs are most like their inputs (cosine, mean over tokens)."""
-    layers = network.model.layers
-    likeness = torch.zeros(len(layers), dtype=torch.float64)
+    layers = list(network.model.layers)
+    likeness = dict.fromkeys(layers, 0.0)
 
-    def see(k: int) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Tensor, ...], after: Any) -> None:
-            likeness[k] += _cosine(args[0], after)
+    def see(layer: nn.Module, args: tuple[Tensor, ...], after: Any) -> None:
+        after = after[0] if isinstance(after, tuple) else after
+        likeness[layer] += float(F.cosine_similarity(args[0].double(), after.double(), dim=-1).mean())
 
-        return hook
-
-    hooks = [layer.register_forward_hook(see(k)) for k, layer in enumerate(layers)]
-    try:
-        for batch in batches:
-            network(input_ids=batch["input_ids"], use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    gone = set(likeness.argsort(descending=True)[: round(removed * len(layers))].tolist())
+    _watch(network, layers, see, batches)
+    order = sorted(range(len(layers)), key=lambda k: -likeness[layers[k]])
+    gone = order[: round(removed * len(layers))]
     result: Any = copy.deepcopy(network)
-    result.model.layers = nn.ModuleList(layer for k, layer in enumerate(result.model.layers) if k not in gone)
-    result.config.num_hidden_layers = len(result.model.layers)
-    remaining: Any = result.model.layers
+    remaining: Any = nn.ModuleList(layer for k, layer in enumerate(result.model.layers) if k not in gone)
+    result.model.layers, result.config.num_hidden_layers = remaining, len(remaining)
     for k, layer in enumerate(remaining):
         layer.self_attn.layer_idx = k
     return result
 
 
-def _cosine(before: Tensor, after: Any) -> float:
-    after = after[0] if isinstance(after, tuple) else after
-    return float(F.cosine_similarity(before.double(), after.double(), dim=-1).mean())
+def _watch(network: Any, layers: Iterable[nn.Module], see: Callable[..., None], batches: Iterable[Any]) -> None:
+    """Run a language model on batches; `see` is called with each of some layers, its arguments and its output."""
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.callback(layer.register_forward_hook(see).remove)
+        for batch in batches:
+            network(input_ids=batch["input_ids"], use_cache=False)
 
 
 @torch.no_grad()
 def wanda_neurons(network: nn.Module, structure: Structure, batches: Iterable[Any], keep: float) -> nn.Module:
     """The network without the neurons of least score, the same share in each feed-forward layer, within a budget."""
     readers: dict[str, Any] = {name: m for name, m in network.named_modules() if name.endswith("down_proj")}
-    squares = dict.fromkeys(readers, torch.zeros(()))
+    squares: dict[nn.Module, Tensor] = dict.fromkeys(readers.values(), torch.zeros(()))
 
-    def see(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            squares[name] = squares[name] + args[0].flatten(0, -2).double().square().sum(0)
+    def see(layer: nn.Module, args: tuple[Tensor, ...], _: Tensor) -> None:
+        squares[layer] = squares[layer] + args[0].flatten(0, -2).double().square().sum(0)
 
-        return hook
-
-    hooks = [module.register_forward_pre_hook(see(name)) for name, module in readers.items()]
-    try:
-        for batch in batches:
-            network(input_ids=batch["input_ids"], use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    _watch(network, readers.values(), see, batches)
     ranks = torch.full((structure.units,), torch.inf)
     for group, part in zip(structure.groups, structure.slices, strict=True):
         for piece in group.slices:
             name = piece.name.removesuffix(".weight")
             if name in readers and piece.axis == 1 and piece.role == "read" and group.units == len(piece.unit):
-                score = readers[name].weight.abs().double().sum(0) * squares[name].sqrt()
+                score = readers[name].weight.abs().double().sum(0) * squares[readers[name]].sqrt()
                 of_unit = torch.zeros(group.units, dtype=torch.float64).index_add_(0, piece.unit, score.cpu())
                 ranks[part] = of_unit.argsort().argsort() / group.units  # a share of each layer, whatever its scale
     if not bool(ranks.isfinite().any()):
