@@ -157,11 +157,7 @@ def mean(found: Sequence[Metrics]) -> Metrics:
 def _spread(values: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float | None]]:
     """Mean and standard deviation of every figure that all have."""
     names = [name for name in values[0] if all(name in other for other in values)]
-    columns = {name: [each[name] for each in values] for name in names}
-    return {
-        name: {"mean": statistics.fmean(c), "std": statistics.stdev(c) if len(c) > 1 else None}
-        for name, c in columns.items()
-    }
+    return {name: render.spread([each[name] for each in values]) for name in names}
 
 
 def _verdicts(contest: Contest, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -254,11 +250,7 @@ def _efficiency_text(found: Mapping[str, Any]) -> str:
 
 
 def cell(figures: Mapping[str, Any], name: str, factor: float = 1) -> str:
-    if name not in figures:
-        return "–"
-    mean, std = figures[name]["mean"], figures[name]["std"]
-    digits = 2 if factor == 100 else 4
-    return f"{factor * mean:.{digits}f}" + ("" if std is None else f" ± {factor * std:.{digits}f}")
+    return render.plus_minus(figures.get(name), factor, 2 if factor == 100 else 4)
 
 
 def _both(figures: Mapping[str, Any]) -> str:

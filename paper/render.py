@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +41,18 @@ def provenance(used: Lines) -> dict[str, Any]:
 
 def _commit(line: Mapping[str, Any]) -> str:
     return line["commit"][:SHORT] + (" with local changes" if line.get("dirty") else "")
+
+
+def spread(values: Sequence[float]) -> dict[str, float | None]:
+    """Mean and standard deviation, which a single value has none of."""
+    return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else None}
+
+
+def plus_minus(found: Mapping[str, Any] | None, factor: float = 1, digits: int = 2) -> str:
+    """A :func:`spread` as `mean ± deviation`."""
+    if found is None:
+        return "–"
+    return " ± ".join(f"{factor * value:.{digits}f}" for value in (found["mean"], found["std"]) if value is not None)
 
 
 def made_by(summary: Mapping[str, Any]) -> str:

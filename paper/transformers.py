@@ -38,7 +38,7 @@ from dllp.report.page import markdown_table
 from dllp.structure.groups import Structure, discover
 from paper import texts, unet, unit_scores
 from paper.provenance import now, source
-from paper.render import made_by, provenance
+from paper.render import made_by, plus_minus, provenance, spread
 from paper.store import Store
 from paper.summary import MARKDOWN, SUMMARY
 from paper.tables import Variant
@@ -439,13 +439,9 @@ def row_summary(row: Row, lines: Sequence[Mapping[str, Any]], every: Sequence[Ma
         "row": row.name, "task": row.task, "quality": quality, "seeds": [line["seed"] for line in lines],
         "macs": statistics.fmean(sum(line["macs"]) / line["dense_macs"] for line in lines),
         "seconds": statistics.fmean(line["train_seconds"] for line in lines),
-        "values": {name: _spread(found) for name, found in values.items()},
-        "against_dense": _spread(against) if against else None,
+        "values": {name: spread(found) for name, found in values.items()},
+        "against_dense": spread(against) if against else None,
     }  # fmt: skip
-
-
-def _spread(values: Sequence[float]) -> dict[str, float | None]:
-    return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else None}
 
 
 def markdown(summary: Mapping[str, Any]) -> str:
@@ -460,19 +456,12 @@ def markdown(summary: Mapping[str, Any]) -> str:
         head = ["row", "MACs of dense", word, against, "NLL", "ECE (%)", "seconds", "seeds"]
         body = [
             [
-                row["row"], f"{row['macs']:.3f}", _cell(row["values"][row["quality"]], factor),
-                _cell(row["against_dense"], digits=digits),
-                _cell(row["values"]["nll"], digits=4), _cell(row["values"].get("ece"), 100), f"{row['seconds']:.0f}",
-                str(len(row["seeds"])),
+                row["row"], f"{row['macs']:.3f}", plus_minus(row["values"][row["quality"]], factor),
+                plus_minus(row["against_dense"], digits=digits),
+                plus_minus(row["values"]["nll"], digits=4), plus_minus(row["values"].get("ece"), 100),
+                f"{row['seconds']:.0f}", str(len(row["seeds"])),
             ]
             for row in here
         ]  # fmt: skip
         parts.append(f"{task.title}:\n\n{markdown_table(head, body)}")
     return "\n\n".join([*parts, made_by(summary)]) + "\n"
-
-
-def _cell(found: Mapping[str, float | None] | None, factor: float = 1, digits: int = 2) -> str:
-    if found is None:
-        return "–"
-    mean, std = found["mean"], found["std"]
-    return f"{factor * (mean or 0):.{digits}f}" + ("" if std is None else f" ± {factor * std:.{digits}f}")
