@@ -185,7 +185,7 @@ def export(
     if format == "onnx":
         require_onnx()
     chosen = range(len(result.particles)) if particle is None else [particle]
-    small = [result.particles[i].network for i in chosen]
+    small: list[nn.Module] = [result.particles[i].network for i in chosen]
     if isinstance(shape, Mapping):
         if uint8 or pad_to > 1:
             raise ConfigError("uint8 and pad_to are for networks of one input: leave them out")
@@ -194,7 +194,7 @@ def export(
     if format == "huggingface":
         return _pretrained(result, particle, path, shape, plain_only=not uint8 and pad_to == 1)
     if isinstance(shape, Mapping):
-        small = [Named(network, list(shape)) for network in small]
+        small = list[nn.Module](Named(network, list(shape)) for network in small)
     wide = small if pad_to == 1 else [wider(result, i, cast(tuple[int, ...], shape), pad_to) for i in chosen]
     first = "logits" if result.config.task == "classification" else "output"
     single = (first, "noise") if result.posterior.head else (first,)

@@ -16,6 +16,8 @@ from dllp.structure.latency import Latency
 
 NEAR = 0.005
 """A budget counts as met when at most this fraction of the dense cost is left unused."""
+FAR = 0.05
+"""Largest fraction of the dense cost that several chunks may have that are exchanged for others."""
 CORRECTIONS, MEASURED = 2, 0.02
 """Decisions that are made again after measuring, and the relative distance from the budget that is near enough."""
 
@@ -162,7 +164,7 @@ def _nearest(
 ) -> Tensor:
     """Fill the budget; while more than `NEAR` of it is unused, try to exchange a group's last chunks for others.
 
-    One of them first, then two, four and more; of these, those that still fit beside the others come back.
+    One of them first, then two, four and more, up to `FAR`; of these, those that still fit beside the others come back.
     """
     kept, now = _fill(kept, ranking, cost, budget, set())
     depth = 1
@@ -176,12 +178,14 @@ def _nearest(
             fewer = kept.clone()
             for chunk in chunks[-depth:]:
                 fewer[inside.get(owner, chunk)] = False
+            if depth > 1 and now - cost.expected(fewer.double()).item() > FAR * cost.dense:
+                continue
             found = _fill(fewer, ranking, cost, budget, {owner})
             options.append(found if depth == 1 else _fill(found[0], ranking, cost, budget, set()))
         more, new = max(options, key=lambda option: option[1], default=(kept, now))
         if new > now * (1 + 1e-12):
             kept, now, depth = more, new, 1
-        elif depth < max(map(len, taken.values()), default=0):
+        elif options and depth < max(map(len, taken.values())):
             depth *= 2
         else:
             break

@@ -79,16 +79,17 @@ class Branches(nn.Module):
         return self.ends[0](self.wide(x).relu()) + self.ends[1](self.narrow(x[:, :10]).relu())
 
 
-@pytest.mark.parametrize(("budget", "wide", "narrow"), [(100, 2, 3), (108, 3, 1)])
-def test_select_lets_chunks_make_room_for_others(budget: int, wide: int, narrow: int) -> None:
-    """Taken in order, all narrow units and one wide one cost 80; for one narrow unit less a wide one fits, or for
-    three, one after the other, two."""
+def test_select_lets_a_chunk_make_room_for_others() -> None:
+    """Taken in order, all narrow units and one wide one cost 80 of 108; for one narrow unit less a wide one fits.
+
+    For three less two would, but these are too large a part of the network to be given up for a budget.
+    """
     found = discover(Branches(), torch.randn(2, 30))
     assert [g.name for g in found.groups] == ["wide", "narrow"] and found.flops.dense == 144
     logits = torch.tensor([0.3, 0.2, 0.1, 4.0, 3.0, 2.0, 1.0])
-    kept = select(found, logits, cost=found.flops, keep=budget / 144)
-    assert kept.tolist() == [i < wide for i in range(3)] + [i < narrow for i in range(4)]
-    assert found.flops.expected(kept.double()).item() == budget
+    kept = select(found, logits, cost=found.flops, keep=108 / 144)
+    assert kept.tolist() == [True, True, False, True, True, True, False]
+    assert found.flops.expected(kept.double()).item() == 100
 
 
 def test_select_rounds_channels_not_units() -> None:
