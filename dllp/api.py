@@ -144,9 +144,14 @@ class Result:
         """
         return _above("export")(self, path, **options)
 
-    def speed(self, *, batches: Iterable[int] = (1, 64), seconds: float = 1.0, particle: int = 0) -> Timed:
-        """Time the dense against the pruned network in PyTorch and onnxruntime, `seconds` for each setting."""
-        return _above("speed")(self, batches=tuple(batches), seconds=seconds, particle=particle)
+    def speed(
+        self, *, batches: Iterable[int] = (1, 64), seconds: float = 1.0, particle: int = 0, data: Dataset | None = None
+    ) -> Timed:
+        """Time the dense against the pruned network in PyTorch and onnxruntime, `seconds` for each setting.
+
+        With `data`, of `dllp.data.load`, its training images calibrate int8 and its test images give the accuracy.
+        """
+        return _above("speed")(self, batches=tuple(batches), seconds=seconds, particle=particle, data=data)
 
     def report(self, path: str | Path, data: Data | None = None) -> Path:
         """Write one self-contained HTML page, with an evaluation on `data` where it is given. Returns its path."""

@@ -62,11 +62,15 @@ def export(
 
 
 @undisturbed()
-def speed(result: Result, *, batches: Iterable[int] = (1, 64), seconds: float = 1.0, particle: int = 0) -> timing.Timed:
+def speed(
+    result: Result, *, batches: Iterable[int] = (1, 64), seconds: float = 1.0, particle: int = 0,
+    data: Dataset | None = None,
+) -> timing.Timed:  # fmt: skip
     """Time the dense against the pruned network; :meth:`dllp.Result.speed`."""
     shape = _shape(result)
     subjects = timing.subjects(result, shape, particle=particle)
-    rows = timing.measure(subjects, shape, batches=tuple(batches), seconds=seconds)
+    images = None if data is None else timing.images(data, subjects[0].macs, result.config.task)
+    rows = timing.measure(subjects, shape, batches=tuple(batches), seconds=seconds, images=images)
     return timing.Timed(rows, timing.layers(subjects[0], subjects[1], shape, batch=max(batches)))
 
 

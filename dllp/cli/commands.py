@@ -169,14 +169,13 @@ def _images(stored: StoredRun, shape: tuple[int, ...], macs: float) -> tuple[Ima
         data = replace(data, test=as_trained(data, stored.info.data))
         if data.train.shape != tuple(shape):
             raise DataError(f"the data has inputs of shape {data.train.shape}, not {tuple(shape)}")
-        found = speed.images(data, macs)
+        found = speed.images(data, macs, stored.record.config.get("task", "classification"))
     except DllpError as error:
         return None, f"int8: calibrated with random inputs, accuracy not measured: {error}"
-    used = len(found.test or ())
     seen = f"int8: calibrated with {len(found.calibration)} training examples"
-    if stored.record.config.get("task") != "classification" or data.test.y.ndim > 1:
-        return replace(found, test=None), seen
-    return found, f"{seen}; accuracy on {used} of {len(data.test)} {stored.task.split} examples"
+    if found.test is None:
+        return found, seen
+    return found, f"{seen}; accuracy on {len(found.test)} of {len(data.test)} {stored.task.split} examples"
 
 
 def environment() -> dict[str, Any]:

@@ -87,7 +87,7 @@ class Images:
     test: ArrayData | None
 
 
-def images(data: Dataset, macs: float) -> Images:
+def images(data: Dataset, macs: float, task: str = "classification") -> Images:
     """Examples of every class in proportion; of the test set as many as a network of `macs` sees within `WORK`."""
 
     def chosen(part: Any, count: int) -> Any:
@@ -95,7 +95,8 @@ def images(data: Dataset, macs: float) -> Images:
 
     train, test = chosen(data.train, CALIBRATION), chosen(data.test, max(1, int(WORK / macs)))
     train = train if isinstance(train, ArrayData) else train.decoded()
-    return Images(replace(train, mean=test.mean, std=test.std).inputs(slice(None)), test)
+    labelled = task == "classification" and test.y.ndim == 1
+    return Images(replace(train, mean=test.mean, std=test.std).inputs(slice(None)), test if labelled else None)
 
 
 # ---- rows
@@ -154,6 +155,7 @@ class Timed:
         lines = [
             f"{describe(row)}: {row.network} {1e3 * row.median:.2f} ms"
             + (f", {row.speedup:.2f}x as fast as dense" if row.speedup else "")
+            + (f", accuracy {row.accuracy:.2%}" if row.accuracy is not None else "")
             for row in self.rows
         ]
         return "\n".join([*lines, advice(self.rows)])

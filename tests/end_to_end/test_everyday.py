@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dllp
 from dllp.cli.main import main
 from dllp.config import LONG, Config
+from dllp.data import ArrayData, Dataset
 from dllp.errors import ConfigError, DataError, StructureError
 from dllp.notebook import Live
 from dllp.records import EpochRecord, best_epoch
@@ -145,8 +146,13 @@ def test_it_evaluates_any_form_of_data(result: dllp.Result) -> None:
 
 def test_it_is_exported_timed_and_shown(result: dllp.Result, tmp_path: Path) -> None:
     assert result.export(tmp_path / "network.onnx").difference < 1e-4
-    text = repr(result.speed(batches=[2], seconds=0.01))
-    assert "x as fast as dense" in text
+    data = Dataset("own", ArrayData(*images(20)), ArrayData(*images(30)), classes=tuple("012"))
+    timed = result.speed(batches=[2], seconds=0.01, data=data)
+    assert "x as fast as dense" in repr(timed) and ", accuracy " in repr(timed)
+    accuracy = {row.network: row.accuracy for row in timed.rows if row.runtime == "onnxruntime"}
+    found = result.evaluate(data).rows
+    assert accuracy["dense"] == pytest.approx(found[0].metrics["accuracy"], abs=0.04)  # one of 30
+    assert accuracy["pruned"] == pytest.approx(found[1].metrics["accuracy"], abs=0.04)
     page = result.report(tmp_path / "page.html", images(30)).read_text(encoding="utf-8")
     assert "Validation accuracy" in page and "The dense network is trained" not in page
     with pytest.raises(ConfigError, match="inputs look like"):
