@@ -21,18 +21,8 @@ from dllp.runs.settings import SUFFIXES, TASK, Task, convert
 ABOUT = "Neural networks made small by Bayesian pruning, with a posterior that says how far to trust what is left."
 NETWORKS = ("mlp", "resnet20", "resnet50", "resnet56", "small_cnn", "small_resnet", "vgg11_bn", "vgg16_bn")
 """Names that `dllp.zoo` knows, which takes PyTorch to ask; a test holds both equal."""
-MAIN = (
-    "keep_flops",
-    "keep_params",
-    "keep_latency",
-    "granularity",
-    "particles",
-    "epochs",
-    "batch_size",
-    "seed",
-    "init",
-    "device",
-)
+MAIN = ("keep_flops", "keep_params", "keep_latency", "granularity", "particles", "epochs", "batch_size", "seed", "init",
+        "device")  # fmt: skip
 """Fields of Config that help shows first."""
 SUITED = (*OPEN, "init", "task")
 """Fields of Config whose default depends on data and network."""

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from dllp.devices.trees import tensors
 from dllp.errors import ConfigError, ExportError
 from dllp.runs.folder import new_folder
 
@@ -102,5 +102,4 @@ def _shapes(kind: type[nn.Module], config: Any) -> dict[str, torch.Size] | None:
 
 
 def _answers(network: nn.Module, example: Tensor | Mapping[str, Tensor]) -> list[Tensor]:
-    output = network(**example) if isinstance(example, Mapping) else network(example)
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    return tensors(network(**example) if isinstance(example, Mapping) else network(example))

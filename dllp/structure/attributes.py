@@ -42,9 +42,9 @@ class Sized(int):
         return int(self) * other
 
     def __add__(self, other: Any) -> Any:
-        return (
-            _sized(int(self) + int(other), self.terms + other.terms) if isinstance(other, Sized) else int(self) + other
-        )
+        if isinstance(other, Sized):
+            return _sized(int(self) + int(other), self.terms + other.terms)
+        return int(self) + other
 
 
 def _sized(value: int, terms: list[list[tuple[int, Source]]]) -> Sized:
@@ -108,12 +108,14 @@ class Attributes(TorchFunctionMode):
         It is one of the module's that has this size in all modules of its class (a number of layers has not).
         """
         times = query.shape[1] // key.shape[1]
-        found = divided(self.labels(query)[1], [key.shape[1], times]) if times < query.shape[1] and times > 1 else None
+        found = divided(self.labels(query)[1], [key.shape[1], times]) if 1 < times < query.shape[1] else None
+        if found is None:
+            return
         module = self.modules[self.stack[-1]]
         alike = [vars(other) for other in self.modules.values() if type(other) is type(module)]
-        for path in vars(module) if found else ():
+        for path in vars(module):
             if all(type(values.get(path)) is Sized and values[path] == times for values in alike):
-                self._found(vars(module)[path], found[1])  # type: ignore[index]
+                self._found(vars(module)[path], found[1])
 
     def _sizes(self, name: str, sizes: list[Any], given: list[Any], out: Any, dim: int) -> None:
         if name in DIVIDING:

@@ -123,7 +123,7 @@ class Axes(TorchDispatchMode):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             tensors[name] = self.label(tensor)
         for name, parameter in model.named_parameters():
-            self.sources[_storage(parameter)] = name
+            self.sources[storage(parameter)] = name
         self.trace = Trace(tensors, attributes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -131,8 +131,8 @@ class Axes(TorchDispatchMode):
         packet = func._overloadpacket.__name__
         name = packet if packet.startswith("__") else packet.rstrip("_") or packet
         call = Call(name, args, kwargs or {}, func._schema, out)
-        if name in COPIES and _storage(call.tensors[0]) in self.sources:
-            self.sources[_storage(out)] = self.sources[_storage(call.tensors[0])]
+        if name in COPIES and storage(call.tensors[0]) in self.sources:
+            self.sources[storage(out)] = self.sources[storage(call.tensors[0])]
         try:
             apply(self, call)
         except (Unknown, AttributeError, LookupError, TypeError, ValueError):  # no rule, or a use it does not know
@@ -167,7 +167,7 @@ class Axes(TorchDispatchMode):
         unify(*labels)
         read = False
         for tensor, label in zip(tensors, labels, strict=True):
-            name = self.sources.get(_storage(tensor))
+            name = self.sources.get(storage(tensor))
             axis = None if name is None else self._axis(name, label)
             if name is not None and axis is not None:
                 self.trace.reads.add((name, axis))
@@ -187,7 +187,7 @@ class Axes(TorchDispatchMode):
         form: Form | None = None,
     ) -> None:  # fmt: skip
         """A product was computed; `written` is the axis that its weight makes."""
-        name = None if weight is None else self.sources.get(_storage(weight))
+        name = None if weight is None else self.sources.get(storage(weight))
         self.trace.products.append(Product(self.where, name, labels, times, form))
         if written is not None and (name is not None or written != [()]):
             self.trace.writes.append((self.where, written))
@@ -219,7 +219,8 @@ class Axes(TorchDispatchMode):
         self.stack.pop()
 
 
-def _storage(tensor: Tensor) -> int:
+def storage(tensor: Tensor) -> int:
+    """The memory that a tensor shares with its views."""
     return tensor.untyped_storage()._cdata
 
 

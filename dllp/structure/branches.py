@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dllp.errors import StructureError
-from dllp.structure.axes import COPIES, countable
+from dllp.structure.axes import COPIES, countable, storage
 
 GONE = "!"
 """Beginning of a recipe's entries for modules that are gone; they say what stands in their place."""
@@ -86,8 +86,8 @@ class Flow(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.parameters = {_storage(p): name for name, p in model.named_parameters() if p.dim()}
-        self.buffers = {_storage(b) for b in model.buffers()}
+        self.parameters = {storage(p): name for name, p in model.named_parameters() if p.dim()}
+        self.buffers = {storage(b) for b in model.buffers()}
         self.operations: list[Operation] = []
         self.calls: dict[str, Called] = {}
         self.stack: list[str] = []
@@ -103,15 +103,15 @@ class Flow(TorchDispatchMode):
     def _new(self, tensor: Tensor) -> int:
         if id(tensor) not in self.number:
             self.held.append(tensor)
-            self.alike.setdefault(_storage(tensor), []).append(tensor)
+            self.alike.setdefault(storage(tensor), []).append(tensor)
         self.number[id(tensor)] = self.count
         self.count += 1
         return self.number[id(tensor)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        names = [self.parameters[_storage(t)] for t in given if _storage(t) in self.parameters]
-        active = [t for t in given if _storage(t) not in self.parameters and _storage(t) not in self.buffers]
+        names = [self.parameters[storage(t)] for t in given if storage(t) in self.parameters]
+        active = [t for t in given if storage(t) not in self.parameters and storage(t) not in self.buffers]
         reads, shapes = [self.value(t) for t in active], [t.shape for t in active]
         out = func(*args, **(kwargs or {}))
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
@@ -119,13 +119,13 @@ class Flow(TorchDispatchMode):
         name = packet if packet.startswith("__") else packet.rstrip("_") or packet
         if not active and names:  # a parameter in another shape or precision
             if name in COPIES:
-                self.parameters |= {_storage(t): names[0] for t in made}
-            if all(_storage(t) in self.parameters for t in made):
+                self.parameters |= {storage(t): names[0] for t in made}
+            if all(storage(t) in self.parameters for t in made):
                 return out
         changed: dict[int, Tensor] = {}
         for tensor, argument in zip(args, func._schema.arguments, strict=False):
             if isinstance(tensor, Tensor) and argument.alias_info and argument.alias_info.is_write:
-                changed |= {id(t): t for t in self.alike.get(_storage(tensor), [tensor])}
+                changed |= {id(t): t for t in self.alike.get(storage(tensor), [tensor])}
         new = {id(t): t for t in made} | changed
         reads += [self.value(t) for t in changed.values() if self.value(t) not in reads]
         makes = [self._new(t) for t in new.values()]
@@ -145,10 +145,6 @@ class Flow(TorchDispatchMode):
         several = output if isinstance(output, (tuple, list)) else [output]
         self.calls[name].output = output
         self.calls[name].values = [self.value(t) if isinstance(t, Tensor) else None for t in several]
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def observed(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Flow, set[int]]:

@@ -20,6 +20,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_leaves
 
+from dllp.devices.trees import tensors
 from dllp.errors import StructureError, first_line
 from dllp.records import Recipe
 from dllp.structure import attributes
@@ -556,8 +557,3 @@ def gap(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float | None:
             return float("inf")
         worst = max(worst, found / max(e.abs().max().item(), 1e-300) if found else 0.0)
     return worst
-
-
-def tensors(output: Any) -> list[Tensor]:
-    """All tensors in what a network returns."""
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

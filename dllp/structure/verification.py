@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from dllp.devices.trees import tensors
 from dllp.errors import StructureError, first_line
 from dllp.structure.axes import OUTPUT
-from dllp.structure.slicing import Group, copied, cut, gap, gated_outputs, recipe, tensors
+from dllp.structure.slicing import Group, copied, cut, gap, gated_outputs, recipe
 from dllp.structure.trace import first_example, isolated, trainable_copy
 
 TOLERANCE = 1e-9
