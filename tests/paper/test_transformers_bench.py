@@ -214,7 +214,7 @@ def test_a_unet_at_half_its_cost_sees_what_it_saw() -> None:
     """Pixels of 200 pictures: within a point of the dense network with the same training, and far above the ground."""
     torch.manual_seed(0)
     train, held = unet.shapes(600, 1), unet.shapes(200, 2)
-    runner = Runner("unet", Material(unet.UNet(8), train, held, {}), 0, CPU, start=4, epochs=6, batch_size=32)
+    runner = Runner("unet", Material(unet.UNet(8), train, held, {}), 0, CPU, start=10, epochs=10, batch_size=32)
     found = {method: runner.run(Row("unet", method, removed)) for method, removed in (("dense", 0.0), ("dllp", 0.5))}
     ground = float((held[1] == 0).double().mean())
     dense, pruned = (found[method]["ensemble"]["accuracy"] for method in ("dense", "dllp"))
