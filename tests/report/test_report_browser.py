@@ -125,7 +125,7 @@ class Watched:
 
 
 PLOTS = {
-    "loss", "accuracy", "cost", "temperature", "discrepancy", "gates", "channels", "histograms", "near-zero",
+    "loss", "accuracy", "cost", "times", "temperature", "discrepancy", "gates", "channels", "histograms", "near-zero",
     "reliability", "risk", "aleatoric", "epistemic", "corrupted-accuracy", "corrupted-ece", "latency", "layers",
 }  # fmt: skip
 
