@@ -57,7 +57,7 @@ def test_terms_are_those_of_per_example_autograd() -> None:
 
 
 def test_terms_at_inputs_are_the_gates_derivatives() -> None:
-    """What `Fold` gates: the loss of one example, derived by the gate of each unit, also through two readers."""
+    """Derivatives of one example's loss by the gates that `Fold` multiplies, also of a unit with two readers."""
     torch.manual_seed(0)
     model, x, y = small_resnet().double(), normal(10, 3, 8, 8), torch.arange(10)
     scene = labelled(model, x, y)

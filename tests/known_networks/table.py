@@ -1,4 +1,4 @@
-"""What can be cut of the networks that people use, as the tables of results/structure/."""
+"""The share of known networks that can be cut, as the tables of results/structure/."""
 
 from __future__ import annotations
 
