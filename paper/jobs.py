@@ -330,7 +330,8 @@ class Runner:
             "flops_of": FLOPS_OF["dense" if job.method == "dense" else job.granularity],
             "train_seconds": trained.seconds,
             "config": config.resolved().as_dict(),
-            **({} if trained.before is None else {"before": before(trained.before, test, device)}),
+            **({} if trained.before is None else {"before": scores(trained.before, test, device)}),
+            **({"start": scores(self.dense_networks[job.dense.digest].posterior, test, device)} if job.derived else {}),
             **trained.detail,
             **environment(device),
             **self.source,
@@ -495,8 +496,8 @@ class Runner:
         return cut(network, kept_channels(network, structure.groups, chosen)), size, widths
 
 
-def before(posterior: Posterior, test: ArrayData, device: torch.device) -> dict[str, float]:
-    """Metrics of a network before it was fine-tuned."""
+def scores(posterior: Posterior, test: ArrayData, device: torch.device) -> dict[str, float]:
+    """Metrics of one network: before it was fine-tuned, or the whole one that a job started from."""
     found = predict_data(posterior, test, device)
     return metrics.summary(found.members[0], found.labels)
 

@@ -34,10 +34,10 @@ METHODS = {
     "random": "random, not fine-tuned",
 }
 EXPLANATION = (
-    "Accuracy: mean ± standard deviation over all particles of all seeds. Drop: against the mean of the dense runs, "
-    "± its standard error over seeds. All: the mean prediction of a run's particles, which costs all of them. "
-    "FLOPs are multiply-accumulates, of what the row names. A target counts as reached by its mean only, whatever the "
-    "standard error."
+    "Accuracy: mean ± standard deviation over all particles of all seeds. Drop: against the network that each run "
+    "started from, where it says so, else against the mean of the dense runs; ± its standard error over seeds. All: "
+    "the mean prediction of a run's particles, which costs all of them. FLOPs are multiply-accumulates, of what the "
+    "row names. A target counts as reached by its mean only, whatever the standard error."
 )
 
 
@@ -70,7 +70,7 @@ def summarise(table: Table, lines: Lines, variant: Variant, store: Store | None 
 
 def summarise_row(row: Row, lines: Lines, dense: Lines, wanted: Sequence[tuple[str, float]]) -> dict[str, Any]:
     """One row: particles are pooled over seeds, the particles' mean prediction and the times are means over seeds."""
-    job, first = row.job, lines[0]
+    job, first, dense = row.job, lines[0], starts(lines) or dense
     singles = [particle for line in lines for particle in line["particles"]]
     together = [line["ensemble"] for line in lines]
     accuracies = [100 * single["accuracy"] for single in singles]
@@ -98,7 +98,7 @@ def summarise_row(row: Row, lines: Lines, dense: Lines, wanted: Sequence[tuple[s
         "shapes": figures_2_5.kept_of_row(lines),
         "moments": figures_2_5.moments_of_row(lines) if job.granularity == "weight" else None,
         "drop_mean": None if dense_acc is None else dense_acc - acc,
-        "drop_se": _both(_error(_accuracies(lines)), _error(_accuracies(dense))) if job.method != "dense" else None,
+        "drop_se": _apart(_accuracies(lines), lines, dense) if job.method != "dense" else None,
         "flops_removed_mean": 100 * statistics.fmean(value for line in lines for value in line["flops_removed"]),
         "flops_removed_min": 100 * min(value for line in lines for value in line["flops_removed"]),
         **({"flops_removed_p95_mean": 100 * p95} if (p95 := _mean(_p95(lines))) is not None else {}),
@@ -113,6 +113,12 @@ def summarise_row(row: Row, lines: Lines, dense: Lines, wanted: Sequence[tuple[s
         "train_seconds_mean": statistics.fmean(line["train_seconds"] for line in lines),
         "wanted": [_verdict(name, value, lines, dense) for name, value in wanted],
     }
+
+
+def starts(lines: Lines) -> Lines:
+    """The trained network that each run began with, as the lines of dense runs; none where a run does not say it."""
+    known = [line["start"] for line in lines if "start" in line]
+    return [{"particles": [start]} for start in known] if len(known) == len(lines) else []
 
 
 def thin_behind(row: Row, table: Table, members: Mapping[str, Lines]) -> dict[str, Any] | None:
@@ -134,7 +140,7 @@ def _verdict(name: str, wanted: float, lines: Lines, dense: Lines) -> dict[str, 
     if name != "acc":
         if not reference:
             return {"figure": name, "wanted": wanted, "found": None, "verdict": "no dense runs"}
-        value, error = value - statistics.fmean(reference), _both(error, _error(reference))
+        value, error = value - statistics.fmean(reference), _apart(values, lines, dense)
     if name in ("published", "re-run"):
         apart = -value - wanted
         verdict = f"{abs(apart):.2f} points {'worse' if apart > 0 else 'better'}"
@@ -272,6 +278,14 @@ def _error(values: Sequence[float]) -> float | None:
 def _both(a: float | None, b: float | None) -> float | None:
     """Standard error of a difference of independent means."""
     return None if a is None or b is None else math.hypot(a, b)
+
+
+def _apart(values: Sequence[float], lines: Lines, dense: Lines) -> float | None:
+    """Standard error of the difference from dense networks: of pairs, where each run says which it began with."""
+    reference = _accuracies(dense)
+    if starts(lines):
+        return _error([value - other for value, other in zip(values, reference, strict=True)])
+    return _both(_error(values), _error(reference))
 
 
 # ---- files

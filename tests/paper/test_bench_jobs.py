@@ -19,6 +19,8 @@ from dllp.baselines.soft import GeometricMedian
 from dllp.config import Config
 from dllp.data import ArrayData, Dataset
 from dllp.errors import ConfigError
+from dllp.evaluation import metrics
+from dllp.posterior import predict_data
 from paper import jobs, tables
 from paper.jobs import Job, Runner
 from paper.summary import open_store, pretrained_markdown, summarise
@@ -222,6 +224,8 @@ def test_it_starts_where_the_dense_network_ended(monkeypatch: pytest.MonkeyPatch
         assert torch.equal(given[0][name], value), name
     spent = [record["seconds"] for record in (*trained.history, *outcome.line["history"])]
     assert outcome.line["train_seconds"] == pytest.approx(sum(spent))
+    predicted = predict_data(trained.posterior, runner.data.test, torch.device("cpu"))
+    assert outcome.line["start"] == metrics.summary(predicted.members[0], predicted.labels)
 
 
 def test_its_row_says_so() -> None:

@@ -135,6 +135,19 @@ def test_one_run_has_no_spread_and_no_dense_row_no_drop() -> None:
     assert summary.summarise(table, [], Variant())["rows"] == []
 
 
+def test_a_run_that_says_what_it_started_from_is_compared_with_that() -> None:
+    table, lines = by_hand(drop=1.0)
+    dense, pruned = lines[:2], lines[2:4]  # particles of 89, 91 and of 85, 87 percent
+    for line, accuracy in zip(pruned, (0.92, 0.88), strict=True):
+        line["start"] = {"accuracy": accuracy, "nll": 0.1, "ece": 0.1}
+    row = summary.summarise(table, [*dense, *pruned], Variant())["rows"][1]
+    assert row["dense_acc_mean"] == pytest.approx(90) and row["drop_mean"] == pytest.approx(2)
+    assert row["drop_se"] == pytest.approx(0, abs=1e-9), "both seeds lose two points, whatever they started from"
+    del pruned[0]["start"]
+    row = summary.summarise(table, [*dense, *pruned], Variant())["rows"][1]
+    assert row["drop_mean"] == pytest.approx(3), "not every run says it: all are compared with the dense runs"
+
+
 def test_markdown_marks_what_is_quoted() -> None:
     table, lines = by_hand()
     text = summary.markdown(table, summary.summarise(table, lines, Variant()))
