@@ -264,11 +264,11 @@ LONG: dict[str, Any] = dict(
     lr_gates=0.02,
 )  # fmt: skip
 """The schedule of a network that learns its task in the run."""
-TRAINED_LR = 0.1
-"""Peak rate of a trained network in batches of 512 and 30 epochs."""
 TRAINED_EPOCHS = 30
-FEWEST_EPOCHS, FEW_STEPS, FEWEST_STEPS = 5, 1000, 50
-"""In fewer epochs rates rise no more; in few steps the gates move twice as fast, in the fewest weights half as fast."""
+TRAINED_LR, MOST_GAIN, MANY = 0.1, 2.0, 40_000
+"""Peak rate of a trained network that sees at least so many examples, and how much higher it is for few."""
+LARGE_BATCH, ENOUGH_STEPS, FEW_STEPS = 128, 200, 1000
+"""In smaller batches and in fewer steps the weights move slower; in few steps the gates move twice as fast."""
 
 
 def usual_batch(examples: int) -> int:
@@ -285,15 +285,15 @@ def trained_schedule(granularity: str) -> dict[str, Any]:
 
 
 def trained_rates(granularity: str, batch_size: int, epochs: int, steps: int | None) -> dict[str, float]:
-    """Rates of a trained network, larger in large batches and in short runs (results/tuning/README.md).
+    """Rates of a trained network: higher on few examples, lower in small batches and few steps (see results/tuning).
 
     Args:
-        steps: Steps in an epoch, where they are known: in few the gates must move fast, and in very few the weights
-            cannot recover from large ones.
+        steps: Steps in an epoch, where they are known: in few the gates must move fast, and weights cannot recover
+            from high rates.
     """
-    total = math.inf if steps is None else steps * epochs
-    lr = TRAINED_LR * math.sqrt(batch_size / BATCH) * (TRAINED_EPOCHS / max(epochs, FEWEST_EPOCHS)) ** 0.25
-    lr *= 0.5 if total < FEWEST_STEPS else 1
+    total, examples = (math.inf, math.inf) if steps is None else (steps * epochs, steps * batch_size)
+    gain = min(max(math.sqrt(MANY / examples), 1.0), MOST_GAIN)
+    lr = TRAINED_LR * gain * (min(1.0, batch_size / LARGE_BATCH) * min(1.0, total / ENOUGH_STEPS)) ** 0.75
     gates = 0.02 if granularity == "weight" else 0.1 if total < FEW_STEPS else 0.05
     return dict(lr=lr, lr_end=lr / 100, lr_gates=gates)
 

@@ -363,7 +363,7 @@ examples:
 
 defaults (*): a network by name starts fresh, one of your own as it is given, and `--init FILE` starts from trained
 weights. What has learned its task gets the schedule for trained networks (`--preset short`): 30 epochs with itself as
-teacher, rates that follow batch and epochs, and multiples of 8 channels where all layers are wide enough. Anything else
+teacher, rates that follow data and batch, and multiples of 8 channels where all layers are wide enough. Anything else
 gets 60 epochs (digits: 30) from lr 0.1 to 0.001, as does all with `--preset default`. Fewer than 10,000 training
 examples are taken in batches of 64, more in batches of 512; floating-point targets make a regression. The first lines
 of a run say what was chosen. Names may be written with dashes or underscores, here and in files."""

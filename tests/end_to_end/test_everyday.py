@@ -79,18 +79,18 @@ def test_a_regression_that_has_learned_is_known() -> None:
     assert dllp.prune(model, (x, -x.sum(1, keepdim=True)), config).config.teacher == "off"
 
 
-def test_rates_follow_batch_epochs_and_steps() -> None:
-    def lr(batch: int, epochs: int, **changes: Any) -> float:
-        return Config(epochs=epochs, **changes).resolved(trained=True, batch_size=batch).lr
+def test_rates_follow_examples_batch_and_steps() -> None:
+    def of(batch: int, steps: int | None, **changes: Any) -> Config:
+        return Config(**{"epochs": 30, **changes}).resolved(trained=True, batch_size=batch, steps=steps)
 
-    assert lr(512, 30) == 0.1 and lr(128, 30) == pytest.approx(0.05) and lr(512, 480) == pytest.approx(0.05)
-    assert lr(512, 1) == lr(512, 5), "a run of a few steps is not made wild"
-    assert lr(32, 5, optimizer="adamw") == 1e-3
-    gates = [Config(epochs=10).resolved(trained=True, steps=steps).lr_gates for steps in (99, 100, None)]
-    assert gates == [0.1, 0.05, 0.05]
-    few, more = (Config(epochs=30).resolved(trained=True, batch_size=512, steps=steps).lr for steps in (1, 2))
-    assert few == more / 2, "49 steps at most"
-    assert Config(lr=0.3).resolved(trained=True).lr_end == pytest.approx(0.003)
+    assert of(512, None).lr == of(512, 98).lr == of(128, 391).lr == 0.1
+    assert of(512, 19).lr == of(128, 8).lr == 0.2, "twice as high on a quarter of the examples and fewer"
+    assert of(512, 40).lr == pytest.approx(0.1 * (40_000 / 20_480) ** 0.5)
+    assert of(32, 2000).lr == pytest.approx(0.1 / 4**0.75), "in small batches it is lower"
+    assert of(512, 10, epochs=10).lr == pytest.approx(0.2 / 2**0.75), "and in few steps"
+    assert of(32, 100, optimizer="adamw").lr == 1e-3
+    assert [of(64, steps, epochs=10).lr_gates for steps in (99, 100, None)] == [0.1, 0.05, 0.05]
+    assert of(64, 10, lr=0.3).lr_end == pytest.approx(0.003)
 
 
 def test_what_is_chosen_stays_and_defaults_keep_its_order() -> None:
