@@ -30,6 +30,7 @@ import dllp
 from dllp import zoo
 from dllp.data import ArrayData, holdout, load
 from dllp.zoo.networks import CifarResNet
+from paper.jobs import kept_shape
 
 TRAINED_EPOCHS = 30
 
@@ -86,6 +87,7 @@ def main() -> None:
     parser.add_argument("--data", default="digits")
     parser.add_argument("--data-root")
     parser.add_argument("--keep-flops", type=float, default=0.4)
+    parser.add_argument("--granularity", choices=["channel", "weight"], default="channel")
     parser.add_argument("--batch", type=int, nargs="+", default=[64])
     parser.add_argument("--epochs", type=int, nargs="+", default=[5])
     parser.add_argument("--lr", nargs="+", default=["auto"])
@@ -105,6 +107,8 @@ def main() -> None:
     for epochs, seed, batch, lr, lr_gates, round_to in grid:
         given: dict[str, Any] = {"lr": lr, "lr_gates": lr_gates, "round_to": round_to}
         given = {name: float(value) for name, value in given.items() if value != "auto"}
+        if options.granularity != "channel":
+            given["granularity"] = options.granularity
         if "lr" in given:
             given["lr_end"] = given["lr"] / 100
         if "round_to" in given:
@@ -129,6 +133,7 @@ def main() -> None:
             "run": run, "dense": round(before, 2), "pruned": round(after, 2),
             "kept": result.sizes[0].macs / result.dense.macs,
             "config": {name: getattr(result.config, name) for name in ("lr", "lr_gates", "round_to", "teacher")},
+            **({"shape": kept_shape(result.particles[0])} if options.granularity == "weight" else {}),
             "seconds": round(time.perf_counter() - began, 1), "commit": commit(), "torch": torch.__version__,
             "python": platform.python_version(), "threads": 1, "command": " ".join(sys.argv[1:]),
         }  # fmt: skip

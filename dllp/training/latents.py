@@ -58,10 +58,12 @@ class Latents:
         self.generator = torch.Generator(device).manual_seed(config.seed)
         self.budget: Counted
         self.budget, self.target = config.budget
-        if self.ranked:  # equal gates would open and shut together
+        if self.ranked:
+            # From 0, above which the budget's energy counts: from higher up its multiplier would grow for as long as no
+            # gate is below, and all gates would sink together, whatever their use. Equal gates would shut together.
             own = torch.Generator().manual_seed(config.seed)
             noise = torch.randn(place.particles, units, generator=own, dtype=rows.dtype)
-            self.logits.add_(place.take(noise).to(device), alpha=UNEQUAL)
+            self.logits.copy_(UNEQUAL * place.take(noise))
         self.spike = float(config.epsilon or 0)
         self.other = None if config.prior == SPIKE_AND_SLAB else replaced_prior(config)
         self.strength = 1 / num_data  # Bayes' own; the prior's weight is beta
