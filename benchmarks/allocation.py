@@ -10,6 +10,7 @@ run again. Arms, each with the same epochs and rates:
 
     ours              dllp.prune
     equal-price       the same; the budget presses every gate alike, whatever it costs
+    dense-price       the same; it presses by what a unit costs in the dense network, however thin its neighbours are
     no-prior          the same; the prior does not push gates
     geometric         the same; the prior's scale of a unit is the geometric mean of its norms, not the root mean square
     magnitude-widths  the same; the decision keeps as many units of each group as `magnitude` does
@@ -18,9 +19,11 @@ run again. Arms, each with the same epochs and rates:
     uniform           cut at once: the same share of every group, the largest norms in each
     own-mask          cut at once: the units that `ours` has kept
     own-widths        cut at once: as many units of each group as `ours` has kept, the largest norms in each
+    widths:8,8,...    cut at once: so many units of each group, the largest norms in each
 
 "Cut at once" is followed by all the epochs. Where `ours` decides after 30% of them, `at_cut` is the held-out accuracy
-just before and after the decision; where the cut comes first, before and after it.
+just before and after the decision; where the cut comes first, before and after it. `--set` changes the configuration of
+the arms that are not cut at once.
 """
 
 from __future__ import annotations
@@ -55,8 +58,9 @@ from dllp.training.latents import Latents
 from dllp.zoo.networks import CifarResNet
 
 HELD = 10_000
-GATED = ("ours", "equal-price", "no-prior", "geometric", "magnitude-widths")
+GATED = ("ours", "equal-price", "dense-price", "no-prior", "geometric", "magnitude-widths")
 AT_ONCE = ("magnitude", "fisher", "uniform", "own-mask", "own-widths")
+WIDTHS = "widths:"
 NORM = 1e-12
 """Smallest factor of a norm whose logarithm counts."""
 
@@ -75,6 +79,7 @@ class Options:
     dense_epochs: int
     batch: int
     kept: str
+    changes: tuple[tuple[str, Any], ...]
 
 
 # ---- data, networks, accuracy
@@ -153,6 +158,12 @@ def ranks(structure: Structure, values: Tensor) -> Tensor:
     return torch.cat([(part + 1).double() / len(part) for part in parts])
 
 
+def dense_prices(structure: Structure) -> Tensor:
+    """(U,): what each unit costs where all others are open."""
+    open_ = torch.ones(structure.units, dtype=torch.float64, requires_grad=True)
+    return torch.autograd.grad(structure.flops.expected(open_), open_)[0]
+
+
 def counts_of(structure: Structure, keep: Tensor) -> list[int]:
     """Kept units of each group."""
     return [int(keep[part].sum()) for part in structure.slices]
@@ -162,14 +173,17 @@ def counts_of(structure: Structure, keep: Tensor) -> list[int]:
 
 
 @contextmanager
-def equal_price() -> Iterator[None]:
-    """The budget's pressure in proportion to theta (1 - theta), its sum as it was."""
-    own = Latents._budget_gradient
+def fixed_price(price: Tensor, device: str) -> Iterator[None]:
+    """The budget's pressure in proportion to `price` (U,) theta (1 - theta), its sum as it was."""
+    own, price = (
+        Latents._budget_gradient,
+        price.to(device, torch.float32),
+    )  # a captured step copies nothing to the device
 
     def changed(self: Latents, temperature: Tensor, ramp: Tensor) -> Tensor:
         found, theta = own(self, temperature, ramp), self.logits.sigmoid()
-        slope = theta * (1 - theta)
-        return slope * (found.sum(1, keepdim=True) / slope.sum(1, keepdim=True))
+        share = price * theta * (1 - theta)
+        return share * (found.sum(1, keepdim=True) / share.sum(1, keepdim=True))
 
     with mock.patch.object(Latents, "_budget_gradient", changed):
         yield
@@ -228,17 +242,21 @@ def prune(options: Options, arm: str, seed: int, multiple: int, lines: list[dict
     by_norm = by_budget(norms(structure, dense))
     if arm in GATED:
         switches: dict[str, Callable[[], Any]] = {
-            "equal-price": equal_price, "no-prior": no_prior, "geometric": geometric,
+            "equal-price": partial(fixed_price, torch.ones(structure.units), options.device),
+            "dense-price": partial(fixed_price, dense_prices(structure), options.device),
+            "no-prior": no_prior, "geometric": geometric,
             "magnitude-widths": partial(widths, structure, counts_of(structure, by_norm)),
         }  # fmt: skip
         with switches.get(arm, mock.MagicMock)():
-            result = dllp.prune(dense, train, budget, validation=held, progress=False)
+            result = dllp.prune(dense, train, budget, validation=held, progress=False, **dict(options.changes))
         keep, network = result.gates["keep"][0].cpu(), result.model
         at_cut = [round(100 * moment["accuracy"][0], 2) for moment in result.info["moments"][:2]]
     else:
         if arm == "fisher":
             found = dllp.prune(dense, train, budget, epochs=0, progress=False)
             keep = found.gates["keep"][0].cpu()
+        elif arm.startswith(WIDTHS):
+            keep = largest(structure, norms(structure, dense), [int(n) for n in arm.removeprefix(WIDTHS).split(",")])
         elif arm.startswith("own"):
             wanted = run_of(options, "ours", seed, multiple)
             keep = torch.tensor([c == "1" for c in next(line["keep"] for line in lines if line["run"] == wanted)])
@@ -262,7 +280,9 @@ def prune(options: Options, arm: str, seed: int, multiple: int, lines: list[dict
 
 def run_of(options: Options, arm: str, seed: int, multiple: int) -> dict[str, Any]:
     """What tells a run from others."""
-    run = dict(arm=arm, seed=seed, round_to=multiple, keep=options.keep_flops, epochs=options.epochs)
+    run: dict[str, Any] = dict(arm=arm, seed=seed, round_to=multiple, keep=options.keep_flops, epochs=options.epochs)
+    if arm in GATED:
+        run |= options.changes
     return run | dict(
         batch=options.batch, images=min(options.images, 50_000 - HELD), side=16 if options.half else 32,
         dense_epochs=options.dense_epochs, precision=options.precision,
@@ -287,12 +307,15 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--dense-epochs", type=int, default=30)
     parser.add_argument("--batch", type=int, default=512)
-    parser.add_argument("--arms", nargs="+", default=[*GATED, *AT_ONCE], choices=(*GATED, *AT_ONCE))
+    parser.add_argument("--arms", nargs="+", default=[*GATED, *AT_ONCE])
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=NUMBER", dest="changes")
     parser.add_argument("--round-to", type=int, nargs="+", default=[8, 1])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--kept", default="runs/allocation", help="folder for the trained dense networks")
     parser.add_argument("--out", default="results/tuning/allocation.jsonl")
     given = vars(parser.parse_args())
+    pairs = (change.split("=") for change in given["changes"])
+    given["changes"] = tuple((name, float(value)) for name, value in pairs)
     options = Options(**{field.name: given[field.name] for field in fields(Options)})
     torch.set_num_threads(1)
     out = Path(given["out"])
