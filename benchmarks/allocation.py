@@ -11,6 +11,7 @@ run again. Arms, each with the same epochs and rates:
     ours              dllp.prune
     equal-price       the same; the budget presses every gate alike, whatever it costs
     dense-price       the same; it presses by what a unit costs in the dense network, however thin its neighbours are
+    progressive       the same; by that times the share of its group that is open, so that wide groups pay more
     no-prior          the same; the prior does not push gates
     geometric         the same; the prior's scale of a unit is the geometric mean of its norms, not the root mean square
     magnitude-widths  the same; the decision keeps as many units of each group as `magnitude` does
@@ -58,7 +59,7 @@ from dllp.training.latents import Latents
 from dllp.zoo.networks import CifarResNet
 
 HELD = 10_000
-GATED = ("ours", "equal-price", "dense-price", "no-prior", "geometric", "magnitude-widths")
+GATED = ("ours", "equal-price", "dense-price", "progressive", "no-prior", "geometric", "magnitude-widths")
 AT_ONCE = ("magnitude", "fisher", "uniform", "own-mask", "own-widths")
 WIDTHS = "widths:"
 NORM = 1e-12
@@ -173,17 +174,18 @@ def counts_of(structure: Structure, keep: Tensor) -> list[int]:
 
 
 @contextmanager
-def fixed_price(price: Tensor, device: str) -> Iterator[None]:
+def priced(structure: Structure, price: Tensor, device: str, *, progressive: bool = False) -> Iterator[None]:
     """The budget's pressure in proportion to `price` (U,) theta (1 - theta), its sum as it was."""
-    own, price = (
-        Latents._budget_gradient,
-        price.to(device, torch.float32),
-    )  # a captured step copies nothing to the device
+    own, price = Latents._budget_gradient, price.to(device, torch.float32)  # a captured step copies nothing
+    sizes = [group.units for group in structure.groups]
 
     def changed(self: Latents, temperature: Tensor, ramp: Tensor) -> Tensor:
         found, theta = own(self, temperature, ramp), self.logits.sigmoid()
-        share = price * theta * (1 - theta)
-        return share * (found.sum(1, keepdim=True) / share.sum(1, keepdim=True))
+        weight = price * theta * (1 - theta)
+        if progressive:
+            open_ = [part.mean(1, keepdim=True).expand_as(part) for part in theta.split(sizes, 1)]
+            weight = weight * torch.cat(open_, 1)
+        return weight * (found.sum(1, keepdim=True) / weight.sum(1, keepdim=True))
 
     with mock.patch.object(Latents, "_budget_gradient", changed):
         yield
@@ -242,8 +244,9 @@ def prune(options: Options, arm: str, seed: int, multiple: int, lines: list[dict
     by_norm = by_budget(norms(structure, dense))
     if arm in GATED:
         switches: dict[str, Callable[[], Any]] = {
-            "equal-price": partial(fixed_price, torch.ones(structure.units), options.device),
-            "dense-price": partial(fixed_price, dense_prices(structure), options.device),
+            "equal-price": partial(priced, structure, torch.ones(structure.units), options.device),
+            "dense-price": partial(priced, structure, dense_prices(structure), options.device),
+            "progressive": partial(priced, structure, dense_prices(structure), options.device, progressive=True),
             "no-prior": no_prior, "geometric": geometric,
             "magnitude-widths": partial(widths, structure, counts_of(structure, by_norm)),
         }  # fmt: skip
