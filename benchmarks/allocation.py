@@ -24,7 +24,7 @@ run again. Arms, each with the same epochs and rates:
 
 "Cut at once" is followed by all the epochs. Where `ours` decides after 30% of them, `at_cut` is the held-out accuracy
 just before and after the decision; where the cut comes first, before and after it. `--set` changes the configuration of
-the arms that are not cut at once.
+the arms that are not cut at once, and so the choice that own-mask and own-widths take.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ def prune(options: Options, arm: str, seed: int, multiple: int, lines: list[dict
 def run_of(options: Options, arm: str, seed: int, multiple: int) -> dict[str, Any]:
     """What tells a run from others."""
     run: dict[str, Any] = dict(arm=arm, seed=seed, round_to=multiple, keep=options.keep_flops, epochs=options.epochs)
-    if arm in GATED:
+    if arm in GATED or arm.startswith("own"):
         run |= options.changes
     return run | dict(
         batch=options.batch, images=min(options.images, 50_000 - HELD), side=16 if options.half else 32,
