@@ -299,6 +299,13 @@ def commit() -> str:
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()  # noqa: S603 # nosec B603
 
 
+def command() -> str:
+    """The words of the command line, without folders."""
+    words = sys.argv[1:]
+    folders = [i + k for i, word in enumerate(words) if word in ("--data-root", "--kept", "--out") for k in (0, 1)]
+    return " ".join(word for i, word in enumerate(words) if i not in folders)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-root", required=True)
@@ -333,7 +340,7 @@ def main() -> None:
         device = torch.cuda.get_device_name() if options.device.startswith("cuda") else "cpu, one thread"
         line |= {
             "seconds": round(time.perf_counter() - began, 1), "commit": commit(), "torch": torch.__version__,
-            "python": platform.python_version(), "device": device, "command": " ".join(sys.argv[1:]),
+            "python": platform.python_version(), "device": device, "command": command(),
         }  # fmt: skip
         lines.append(line)
         with out.open("a") as file:
