@@ -71,7 +71,7 @@ def select(
             f"{'lower round_to, ' if round_to > 1 else ''}or {WEIGHTS_INSTEAD}"
             f"{_reasons(structure)}"
         )
-    return _nearest(kept, ranking, inside, cost, budget)
+    return _nearest(scores, kept, ranking, inside, cost, budget)
 
 
 def _ranking(
@@ -160,12 +160,16 @@ def select_measured(structure: Structure, logits: Tensor, cost: Latency, keep: f
 
 
 def _nearest(
-    kept: Tensor, ranking: list[Chunk], inside: dict[int, list[int]], cost: Cost | Latency, budget: float
-) -> Tensor:
+    scores: Tensor, kept: Tensor, ranking: list[Chunk], inside: dict[int, list[int]], cost: Cost | Latency,
+    budget: float,
+) -> Tensor:  # fmt: skip
     """Fill the budget; while more than `NEAR` of it is unused, try to exchange a group's last chunks for others.
 
     One of them first, then two, four and more, up to `FAR`; of these, those that still fit beside the others come back.
+    The exchange that uses most of the budget is made. Of those that leave no more than `NEAR` of it, all are as good,
+    and the one with the largest sum of logits is the most probable choice of independent gates.
     """
+    met = budget - NEAR * cost.dense
     kept, now = _fill(kept, ranking, cost, budget, set())
     depth = 1
     while budget - now > NEAR * cost.dense:
@@ -182,7 +186,7 @@ def _nearest(
                 continue
             found = _fill(fewer, ranking, cost, budget, {owner})
             options.append(found if depth == 1 else _fill(found[0], ranking, cost, budget, set()))
-        more, new = max(options, key=lambda option: option[1], default=(kept, now))
+        more, new = max(options, key=lambda o: (min(o[1], met), scores[o[0]].sum().item()), default=(kept, now))
         if new > now * (1 + 1e-12):
             kept, now, depth = more, new, 1
         elif options and depth < max(map(len, taken.values())):

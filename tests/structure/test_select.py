@@ -92,6 +92,33 @@ def test_select_lets_a_chunk_make_room_for_others() -> None:
     assert found.flops.expected(kept.double()).item() == 100
 
 
+class Sides(nn.Module):
+    """Four units each that cost 98, 100 and 140 multiply-accumulates, side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.makers = nn.ModuleList([nn.Linear(reads, 4) for reads in (96, 98, 138)])
+        self.ends = nn.ModuleList([nn.Linear(4, 2) for _ in self.makers])
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = zip(self.makers, self.ends, strict=True)
+        return torch.stack([end(make(x[:, : make.in_features]).relu()) for make, end in pairs]).sum(0)
+
+
+def test_select_exchanges_what_is_worth_least() -> None:
+    """Taken in order, 45 of 581 stay unused, and a unit of the last group fits in the place of one of either other.
+
+    In place of the unit that costs 98 it fills the budget better, 3 are left and not 5; either is near enough (6.76),
+    and so the unit goes whose logit is lower.
+    """
+    found = discover(Sides(), torch.randn(2, 138))
+    assert found.flops.dense == 1352
+    logits = torch.tensor([9.0, 5.0, -1.0, -1.0, 9.0, 4.0, -1.0, -1.0, 9.0, 3.0, -1.0, -1.0])
+    kept = select(found, logits, cost=found.flops, keep=581 / 1352)
+    assert [int(kept[part].sum()) for part in found.slices] == [2, 1, 2]
+    assert found.flops.expected(kept.double()).item() == 576
+
+
 def test_select_rounds_channels_not_units() -> None:
     model = networks.grouped()
     found = discover(model, networks.images())
