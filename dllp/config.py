@@ -267,8 +267,8 @@ LONG: dict[str, Any] = dict(
 TRAINED_EPOCHS = 30
 TRAINED_LR, MOST_GAIN, MANY = 0.1, 2.0, 40_000
 """Peak rate of a trained network that sees at least so many examples, and how much higher it is for few."""
-LARGE_BATCH, ENOUGH_STEPS, FEW_STEPS = 128, 200, 1000
-"""In smaller batches and in fewer steps the weights move slower; in few steps the gates move twice as fast."""
+LARGE_BATCH, ENOUGH_EPOCHS, ENOUGH_STEPS, FEW_STEPS = 128, 15, 200, 1000
+"""In smaller batches and shorter runs the weights move slower; in few steps the gates move twice as fast."""
 
 
 def usual_batch(examples: int) -> int:
@@ -285,7 +285,7 @@ def trained_schedule(granularity: str) -> dict[str, Any]:
 
 
 def trained_rates(granularity: str, batch_size: int, epochs: int, steps: int | None) -> dict[str, float]:
-    """Rates of a trained network: higher on few examples, lower in small batches and few steps (see results/tuning).
+    """Rates of a trained network: higher on few examples, lower in small batches and short runs (see results/tuning).
 
     Args:
         steps: Steps in an epoch, where they are known: in few the gates must move fast, and weights cannot recover
@@ -293,7 +293,8 @@ def trained_rates(granularity: str, batch_size: int, epochs: int, steps: int | N
     """
     total, examples = (math.inf, math.inf) if steps is None else (steps * epochs, steps * batch_size)
     gain = min(max(math.sqrt(MANY / examples), 1.0), MOST_GAIN)
-    lr = TRAINED_LR * gain * (min(1.0, batch_size / LARGE_BATCH) * min(1.0, total / ENOUGH_STEPS)) ** 0.75
+    length = min(1.0, epochs / ENOUGH_EPOCHS, total / ENOUGH_STEPS)
+    lr = TRAINED_LR * gain * (min(1.0, batch_size / LARGE_BATCH) * length) ** 0.75
     gates = 0.02 if granularity == "weight" else 0.1 if total < FEW_STEPS else 0.05
     return dict(lr=lr, lr_end=lr / 100, lr_gates=gates)
 

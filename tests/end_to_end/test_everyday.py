@@ -87,7 +87,8 @@ def test_rates_follow_examples_batch_and_steps() -> None:
     assert of(512, 19).lr == of(128, 8).lr == 0.2, "twice as high on a quarter of the examples and fewer"
     assert of(512, 40).lr == pytest.approx(0.1 * (40_000 / 20_480) ** 0.5)
     assert of(32, 2000).lr == pytest.approx(0.1 / 4**0.75), "in small batches it is lower"
-    assert of(512, 10, epochs=10).lr == pytest.approx(0.2 / 2**0.75), "and in few steps"
+    assert of(512, 5, epochs=20).lr == pytest.approx(0.2 / 2**0.75), "in few steps"
+    assert of(128, 50, epochs=5).lr == pytest.approx(0.2 / 3**0.75), "and in few epochs"
     assert of(32, 100, optimizer="adamw").lr == 1e-3
     assert [of(64, steps, epochs=10).lr_gates for steps in (99, 100, None)] == [0.1, 0.05, 0.05]
     assert of(64, 10, lr=0.3).lr_end == pytest.approx(0.003)
