@@ -168,6 +168,7 @@ class TorchPruning(Peer):
         def start(state: RunState) -> None:
             network, layout = state.particles.networks[0], state.particles.layout
             pruner = self.around(network, task)
+            network.train()  # it leaves networks in evaluation
 
             def penalty(rows: Tensor) -> Tensor:
                 result = torch.zeros_like(rows)

@@ -76,6 +76,7 @@ def test_a_regulariser_is_in_the_gradient_of_every_step() -> None:
     train = peer.regularised(Task(discover(model, x), x, None, 0.0))
     state = train(model, DIGITS.train.subset(range(128)), config, on_start=seen.append) and seen[0]
     (found,) = state.penalty(state.particles.rows)
+    assert float(state.particles.networks[0].bn1.num_batches_tracked) > 0, "norms train"
     for name, parameter in state.particles.networks[0].named_parameters():
         wanted = (
             5e-4 * parameter.detach().sign() if name.startswith("bn") and name.endswith("weight") else 0 * parameter
