@@ -17,6 +17,8 @@ from paper.jobs import Job, Runner
 from paper.peers import PEERS, Task, TorchPruning
 from tests.support.short_runs import DIGITS
 
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
 
 def job(name: str, network: str = "small_cnn", keep: float = 0.4) -> Job:
     changes = {"batch_size": 64, "lr": 0.1}
@@ -49,10 +51,11 @@ def installed(name: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", PEERS)
-def test_a_row_on_digits(name: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=cuda)])
+def test_a_row_on_digits(name: str, device: str) -> None:
     if not installed(name):
         pytest.skip(f"needs {PEERS[name].package}")
-    runner = Runner(DIGITS, device="cpu", precision="float32")
+    runner = Runner(DIGITS, device=device, precision="float32" if device == "cpu" else "bfloat16")
     line = runner.run(job(name)).line
     assert 0.6 <= line["flops_removed"][0] < 0.9 and line["params"][0] < line["dense_params"]
     early = 2 if PEERS[name].strength else 0
