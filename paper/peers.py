@@ -90,7 +90,7 @@ class Peer(ABC):
 
     @abstractmethod
     def cut(self, network: nn.Module, task: Task) -> nn.Module:
-        """A smaller network of at most `task.budget` multiply-accumulates; the network itself may change."""
+        """A network of at most `task.budget` multiply-accumulates, if there is one; the one given may change."""
 
     @cached_property
     def imported(self) -> Any:
@@ -121,6 +121,8 @@ def prune(
         trainings.append(train(peer.regularised(task), "regularised", network, data, before))
         network = trainings[0].model
     small = peer.cut(network.cpu().eval(), task).cpu().eval()
+    if discover(small, example, channels=False).flops.dense > task.budget:
+        raise ConfigError(f"{peer.title} does not reach the budget: keep more FLOPs")
     trainings.append(train(train_dense, "finetuned", small, data, replace(tuning, epochs=epochs - early)))
     seconds, end = time.perf_counter() - began, trainings[-1].model
     macs = discover(end, example, channels=False).flops.dense
@@ -190,14 +192,14 @@ class TorchPruning(Peer):
                 if theirs <= NEAR * task.budget:
                     ours = discover(network, task.example, channels=False).flops.dense
                     if ours <= task.budget:
-                        return network
+                        break
                 pruner.step()
-        raise ConfigError(f"{self.title} does not reach the budget: keep more FLOPs")
+        return network
 
 
 @dataclass(frozen=True)
 class FastNAS(Peer):
-    """ModelOpt's FastNAS: the widest layers whose accuracy each alone stays above one threshold, which the budget sets.
+    """ModelOpt's FastNAS: the narrowest layers that alone lose no more accuracy than a threshold, set by the budget.
 
     Its score is of training images, which the dense network has learned: no others may be chosen by.
     """
@@ -224,7 +226,7 @@ class FastNAS(Peer):
             return float(hits) / sum(len(x) for x, _ in pairs)
 
         given = {"score_func": score, "data_loader": pairs, "collect_func": lambda pair: pair[0]}
-        limit, example = {"flops": task.budget}, task.example[:1].to(device)
+        limit, example = {"flops": 2 * task.budget}, task.example[:1].to(device)  # it counts both operations
         small, _ = mtp.prune(network, [("fastnas", settings)], limit, example, {**given, "verbose": False})
         return small
 
