@@ -39,7 +39,7 @@ from dllp.training.extract import costs, extract
 from dllp.training.gating import WeightGating
 from dllp.training.particles import Particles
 from dllp.training.state import RunState
-from paper import coloured_digits, masks
+from paper import coloured_digits, masks, peers
 from paper.provenance import source
 from paper.store import CLEAN, OUTSIDE
 
@@ -93,8 +93,8 @@ def short(granularity: str, **changes: Any) -> Config:
 
 # ---- jobs
 
-Method = Literal["dense", "dllp", "thin", "magnitude", "random", "baseline", "masked"]
-BUDGETED = ("dllp", "baseline", "masked")
+Method = Literal["dense", "dllp", "thin", "magnitude", "random", "baseline", "masked", "peer"]
+BUDGETED = ("dllp", "baseline", "masked", "peer")
 DERIVED = ("magnitude", "random")
 """Methods that cut the dense network of the same seed and train nothing themselves."""
 OnEpoch = Callable[[EpochRecord], None]
@@ -124,6 +124,7 @@ class Job:
         without: Classes that are left out of training and test, and kept as out-of-distribution inputs.
         baseline: With the method `baseline`: one of :data:`dllp.baselines.METHODS`.
         finetune: Epochs after the cut of a baseline, at `finetune_lr` times the learning rate.
+        peer: With the method `peer`: one of :data:`paper.peers.PEERS`.
         mask: With the method `masked`: the weights that are trained, from the first step on.
         changes: Differences from the network's recipe.
     """
@@ -142,6 +143,7 @@ class Job:
     baseline: str = ""
     finetune: int = 0
     finetune_lr: float = FINETUNE_LR
+    peer: str = ""
     mask: masks.Mask | None = None
     changes: dict[str, Any] = field(default_factory=dict)
 
@@ -159,7 +161,7 @@ class Job:
     def derived(self) -> bool:
         """True where it starts from the dense network of the same seed."""
         baseline = self.method == "baseline" and not find_baseline(self.baseline).trains
-        return self.method in DERIVED or baseline or self.pretrain > 0
+        return self.method in (*DERIVED, "peer") or baseline or self.pretrain > 0
 
     @property
     def dense(self) -> Job:
@@ -167,7 +169,8 @@ class Job:
         changes = {name: value for name, value in self.changes.items() if not name.startswith("teacher")}
         return replace(
             self, method="dense", granularity="channel", keep=1.0, epochs=self.pretrain or self.epochs, pretrain=0,
-            baseline="", finetune=0, finetune_lr=FINETUNE_LR, mask=None, changes={} if self.pretrain else changes,
+            baseline="", finetune=0, finetune_lr=FINETUNE_LR, peer="", mask=None,
+            changes={} if self.pretrain else changes,
         )  # fmt: skip
 
     @property
@@ -404,6 +407,21 @@ class Runner:
         posterior = Posterior([found.network.cpu()], torch.ones(1))
         seconds = spent(dense) + sum(map(spent, trainings))
         return Trained(posterior, [Size(float(costs.mean()), found.params)], whole, seconds, detail)
+
+    def _peer(self, job: Job, data: Dataset, config: Config) -> Trained:
+        """Another package, from the dense network on; its seconds are those of its search, too."""
+        dense = self._trained_dense(job, data)
+        config = replace(config, weight_decay=job.dense.config.resolved().weight_decay)
+        found = peers.prune(
+            job.peer, dense.model, data, config, epochs=job.finetune, lr=job.finetune_lr,
+            train=lambda verb, stage, model, data, config: verb(model, data, config, **self.watch),
+        )  # fmt: skip
+        whole = dense_size(discover(dense.model, self._example()))
+        history = [record for result in found.trainings for record in result.history]
+        detail = {"seconds_from_dense": found.seconds, "history": brief(history)}
+        first = Posterior([found.cut], torch.ones(1))
+        last = found.trainings[-1].posterior
+        return Trained(last, [found.size], whole, spent(dense) + found.seconds, detail, first)
 
     def _dense(self, job: Job, data: Dataset, config: Config) -> Trained:
         result = train_dense(self._network(job), data, config, **self.watch)

@@ -18,6 +18,7 @@ from dllp.errors import ConfigError
 from paper.coloured_digits import DATA
 from paper.jobs import MACHINE, Job, recipe, tuned
 from paper.masks import RANDOM, Mask
+from paper.peers import PEERS
 
 FIVE, THREE, TWO = (0, 1, 2, 3, 4), (0, 1, 2), (0, 1)
 OF_JOB = ("network", "finetune_lr")
@@ -332,6 +333,18 @@ def _by_image(network: str, removed: str, *texts: str, note: str = "") -> list[R
     return rows
 
 
+def _peers(network: str, removed: str) -> list[Row]:
+    """Pruners of other packages, from the dense network on."""
+    return [
+        Row(
+            f"peer-{name}-{removed}",
+            Job(network, "peer", keep=kept(removed), peer=name, finetune=30),
+            title=f"{peer.title}, {peer.recipe}" if peer.recipe else peer.title,
+        )
+        for name, peer in PEERS.items()
+    ]
+
+
 def kept(removed: str) -> float:
     """'74.65' percent removed -> 0.2535, the largest fraction that may be kept."""
     return round(1 - float(removed) / 100, 6)
@@ -448,6 +461,7 @@ def _table1() -> Table:
         *_by_image("resnet56", "50", "rnp:fixed=2"),
         *_by_image("resnet56", "40", "liws", "liws:after=5", note=READ_ONLY),
         *_alike("resnet56", "55"),
+        *_peers("resnet56", "55"),
     ]  # fmt: skip
     return Table(
         "table1", "Table 1: ResNet-56 on CIFAR-10", tuple(rows), tuple(Quoted(m, "resnet56", *v) for m, *v in quoted)
@@ -473,6 +487,7 @@ def _table2() -> Table:
         *_by_image("vgg16_bn", "70.6", "liws", "liws:after=5"),
         *_by_image("vgg16_bn", "74.65", *BY_IMAGE),
         *_alike("vgg16_bn", "74.65"),
+        *_peers("vgg16_bn", "74.65"),
     ]
     return Table(
         "table2", "Table 2: VGG-16 on CIFAR-10", tuple(rows), tuple(Quoted(m, "vgg16_bn", *v) for m, *v in quoted),

@@ -17,6 +17,8 @@ Differences: rewards are of (augmented) training images, because the network tha
 them: they are flatter than those of held-out images, and order strategies all the same; test images are never seen.
 Actions are of groups of coupled channels in place of single layers, and the bound counts their cost exactly. Layers
 with more than 1,152 inputs to fit are scaled channel by channel within an episode, and fitted whole at the end.
+The agent is no sure gain over a random search: of ten fresh seeds of a small problem (200 episodes, 50 of them at
+random; results/tuning) seven found a better network than 200 random episodes, two an equal one, one a worse one.
 Published (the method's own): ResNet-56 on CIFAR-10, 0.9 lost at 50% fewer FLOPs.
 """
 

@@ -164,8 +164,9 @@ def onto(point: Tensor, count: int) -> Tensor:
 
     The sum is linear in the shift between the shifts at which an entry reaches 0 or 1.
     """
-    shifts = torch.cat([-point, 1 - point]).sort().values
-    sums = (point + shifts[:, None]).clamp(0, 1).sum(1)
+    shifts, order = torch.cat([-point, 1 - point]).sort()
+    slopes = torch.where(order < len(point), 1.0, -1.0).to(point).cumsum(0)
+    sums = torch.cat([point.new_zeros(1), (slopes[:-1] * shifts.diff()).cumsum(0)])
     k = int((sums < count).sum().clamp(1, len(sums) - 1))
     share = (count - sums[k - 1]) / (sums[k] - sums[k - 1]).clamp_min(torch.finfo(point.dtype).tiny)
     return (point + shifts[k - 1] + share * (shifts[k] - shifts[k - 1])).clamp(0, 1)

@@ -3,6 +3,8 @@
 Nothing can be extracted: the whole network is stored, and each image computes a part of it. Gates sit where DLLP's do,
 at the inputs of the layers that read a unit, so that the network cut to an image's channels gives the same output.
 A budget is a mean over training images; what is reported is measured on others.
+
+Steps are captured as a CUDA graph: what a gate changes between steps is a buffer, and nothing is read back to the host.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ class Gate(nn.Module):
     def choose(self, x: Tensor) -> None:
         """(B, I, places) inputs of the layer that makes the units: set `open` before it runs."""
 
-    def see(self, x: Tensor, unit: Tensor) -> None:
-        """(B, I, places) inputs of the first layer that reads the units, and the unit of each (I,), -1 for none."""
+    def see(self, x: Tensor) -> None:
+        """(B, I, places) inputs of the first layer that reads the units."""
 
 
 class Wrapper(nn.Module):
@@ -109,7 +111,7 @@ class Reads(Wrapper):
     def forward(self, x: Tensor) -> Tensor:
         if self.first:
             with torch.autocast(x.device.type, enabled=False):
-                self.gate.see(self.by_channel(x), self.unit)
+                self.gate.see(self.by_channel(x))
         found, ones = self.opened().to(x.dtype), [1] * (x.dim() - 2)
         shape = (*ones, -1) if self.linear else (-1, *ones)
         return self.module(x * found.view(len(found), *shape))
@@ -185,10 +187,10 @@ class ByImage:
         with evaluating(self.network):
             for x in inputs.split(AT_ONCE):
                 self.network(x)
-                parts.append(torch.ones(len(x), self.structure.units, dtype=torch.float64))
+                parts.append(x.new_ones(len(x), self.structure.units, dtype=torch.float64))
                 for gate in self.gates:
-                    parts[-1][:, gate.here] = gate.open.to("cpu", torch.float64)
-        return torch.cat(parts)
+                    parts[-1][:, gate.here] = gate.open
+        return torch.cat(parts).cpu()
 
     def costs(self, masks: Tensor) -> Tensor:
         """(B, U) 0/1 -> (B,): exact multiply-accumulates of each image, gates included."""
@@ -286,8 +288,7 @@ def prune(
     """
     if config.keep_flops is None:
         raise ConfigError(f"{method.name} needs a budget: give keep_flops, for example 0.5")
-    # eager: a fused norm would leave its wrapper
-    tuning = replace(config, particles=1, teacher="off", engine="eager").resolved()
+    tuning = replace(config, particles=1, teacher="off").resolved()
     tuning = replace(tuning, init="given", warmup=0.0, lr=lr * tuning.lr)
     batches, _, structure, *_ = prepare(model, data, tuning, None)
     results: list[Result] = []

@@ -33,9 +33,12 @@ class Saliency(Gate):
     """Predicts the saliency of every unit; the `count` largest are open.
 
     Attributes:
+        count: () a number of units.
         boost: (B, units) pi, with its gradient.
         size: () sum of g, mean over images.
     """
+
+    count: Tensor
 
     def __init__(self, here: slice, inputs: int, scale: Tensor, generator: torch.Generator) -> None:
         super().__init__(here)
@@ -44,14 +47,16 @@ class Saliency(Gate):
             random = torch.randn(self.units, inputs, generator=generator).to(scale)
             self.predict.weight.copy_(SPREAD * random * scale[:, None])
             self.predict.bias.copy_(scale)
-        self.count, self.macs = self.units, float(inputs * self.units)
+        self.register_buffer("count", torch.tensor(self.units), persistent=False)
+        self.macs = float(inputs * self.units)
         self.boost, self.size = self.open, torch.zeros(())
 
     def choose(self, x: Tensor) -> None:
         g = F.relu(self.predict(x.abs().mean(2)))
-        best = g.argsort(dim=1, descending=True, stable=True)[:, : self.count]
-        self.open = torch.zeros_like(g).scatter_(1, best, 1.0) * (g > 0)
-        self.open = self.open.scatter(1, best[:, :1], 1.0).detach()
+        order = g.argsort(dim=1, descending=True, stable=True)
+        wins = (torch.arange(self.units, device=g.device) < self.count).to(g.dtype)
+        self.open = torch.zeros_like(g).scatter_(1, order, wins.expand_as(g)) * (g > 0)
+        self.open = self.open.scatter(1, order[:, :1], 1.0).detach()
         self.boost, self.size = g * self.open, g.sum(1).mean()
 
 
@@ -144,4 +149,4 @@ def _set(network: nn.Module, share: float) -> None:
     """Let every gate open ceil(share * units), at least one."""
     for gate in network.modules():
         if isinstance(gate, Saliency):
-            gate.count = _count(gate, share)
+            gate.count.fill_(_count(gate, share))

@@ -52,19 +52,25 @@ class Policy(nn.Module):
     """The decision network: what all layers share of it, and the episode of the last forward pass.
 
     Attributes:
-        explore: Probability of a random action in training.
+        explore: () probability of a random action in training; below 1 the decision network learns.
         fixed: Groups that every image computes; 0 decides.
-        price: Of a group beyond the first, in the rewards.
+        price: () of a group beyond the first, in the rewards.
         offset: The same, added to the choice at evaluation.
+        mean_loss: () running mean of the cross-entropy, 0 before the first.
         values, actions: (B, 4) values and (B,) actions of each layer, 0 for the first group alone.
     """
+
+    explore: Tensor
+    price: Tensor
+    mean_loss: Tensor
 
     def __init__(self, fixed: int, price: float) -> None:
         super().__init__()
         self.cell = nn.Identity() if fixed else nn.RNNCell(ENCODED, HIDDEN)
         self.decode = nn.Identity() if fixed else nn.Linear(HIDDEN, ACTIONS)
-        self.fixed, self.price = fixed, price
-        self.explore, self.offset, self.mean_loss = 1.0, 0.0, 0.0
+        self.fixed, self.offset = fixed, 0.0
+        for name, value in (("explore", 1.0), ("price", price), ("mean_loss", 0.0)):
+            self.register_buffer(name, torch.tensor(float(value)), persistent=False)
         self.state: Tensor | None = None
         self.values: list[Tensor] = []
         self.actions: list[Tensor] = []
@@ -81,18 +87,22 @@ class Policy(nn.Module):
     def act(self, encoded: Tensor) -> Tensor:
         """(B, encoded) -> (B,) actions from 0 to 3."""
         if self.fixed:
-            same = torch.full((len(encoded),), self.fixed - 1, device=encoded.device)
-            return torch.randint_like(same, ACTIONS) if self.training and self.explore == 1 else same
-        self.state = self.cell(encoded, self.state)
-        values = self.decode(self.state)
-        prices = self.offset * torch.arange(ACTIONS, device=values.device)
-        actions = (values.detach() - prices).argmax(1)
+            actions = torch.full((len(encoded),), self.fixed - 1, device=encoded.device)
+        else:
+            self.state = self.cell(encoded, self.state)
+            self.values.append(self.decode(self.state))
+            prices = self.offset * torch.arange(ACTIONS, device=encoded.device)
+            actions = (self.values[-1].detach() - prices).argmax(1)
         if self.training:
-            chance, drawn = torch.rand(len(values), 2, device=values.device).unbind(1)
+            chance, drawn = torch.rand(len(actions), 2, device=actions.device).unbind(1)
             actions = torch.where(chance < self.explore, (drawn * ACTIONS).long().clamp_max(ACTIONS - 1), actions)
-        self.values.append(values)
         self.actions.append(actions)
         return actions
+
+    def watch(self, loss: Tensor) -> None:
+        """Follow a () cross-entropy by the running mean."""
+        rate = LOSS_RATE + (1 - LOSS_RATE) * (self.mean_loss == 0)
+        self.mean_loss.lerp_(loss.detach().to(self.mean_loss), rate)
 
     def targets(self, losses: Tensor) -> list[Tensor]:
         """(B,) cross-entropies -> (B,) r + max Q(s', .) of each layer of the last episode."""
@@ -108,7 +118,7 @@ class Policy(nn.Module):
 
     def raise_price(self, excess: float, rate: float) -> None:
         """Dual ascent: `excess` is the cost above the budget, as a share of the dense network's."""
-        self.price = max(0.0, self.price + rate * excess)
+        self.price.add_(rate * excess).clamp_(min=0)
 
 
 class Nested(Gate):
@@ -174,19 +184,21 @@ class RuntimePruning(Dynamic):
             logits = network(x)
             losses, policy = F.cross_entropy(logits, y, reduction="none"), policy_of(network)
             total = losses.mean()
-            if policy.explore < 1 and not policy.fixed:
-                now = float(total.detach())
-                policy.mean_loss += (LOSS_RATE if policy.mean_loss else 1.0) * (now - policy.mean_loss)
-                total = total + policy.loss(losses.detach())
+            if not policy.fixed:
+                policy.watch(total)
+                total = total + (policy.explore < 1) * policy.loss(losses.detach())
             return {"loss": total, "logits": logits, "labels": y}
 
         def step(state: RunState) -> None:
             network = state.particles.networks[0]
             policy, since = policy_of(network), state.progress - self.random
-            policy.explore = 1.0
-            if since >= 0:  # just below 1 the decision network learns
-                policy.explore = max(EXPLORED, 1 - 1e-6 - 2 * since / (1 - self.random))
-                if not policy.fixed and state.step_index % DUAL_STEPS == 0:
+            if since < 0:
+                policy.explore.fill_(1.0)
+            elif policy.fixed:
+                policy.explore.fill_(0.0)
+            else:  # just below 1 the decision network learns
+                policy.explore.fill_(max(EXPLORED, 1 - 1e-6 - 2 * since / (1 - self.random)))
+                if state.step_index % DUAL_STEPS == 0:
                     cost = replace(setup.found, network=network).mean_cost(setup.inputs[:WATCHED])
                     policy.raise_price((cost - setup.budget) / dense, self.rate)
 
@@ -198,7 +210,6 @@ class RuntimePruning(Dynamic):
 
         network = setup.train(setup.found.network, epochs, loss, start=step, step=step, groups=groups)
         found, policy = replace(setup.found, network=network), policy_of(network)
-        policy.explore = EXPLORED
         if not policy.fixed:
             set_offset(found, setup.inputs, setup.budget)
         recompute_statistics(network, setup.batches)

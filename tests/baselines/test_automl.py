@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from statistics import fmean
 
 import pytest
 import torch
@@ -40,17 +42,51 @@ def labelled(model: nn.Module, x: Tensor, y: Tensor, **changes: object) -> Scene
     return replace(scene_of(model, x, **changes), examples=lambda count: iter([(x[:count], y[:count])]))
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-def test_the_agent_finds_more_than_equally_many_random_episodes(seed: int) -> None:
+def bottleneck(seed: int) -> Scene:
     """A third of every layer suffices, but of one, which must not be cut at all."""
     y = torch.arange(2 * CLASSES) % CLASSES
     x = torch.eye(CLASSES)[y] + 0.02 * normal(2 * CLASSES, CLASSES).float()
-    scene = labelled(relay(), x, y, keep_flops=0.3, seed=seed)
+    return labelled(relay(), x, y, keep_flops=0.3, seed=seed)
+
+
+def passed_on(counts: Sequence[int]) -> float:
+    """What `bottleneck` pays: the classes that its narrowest layer passes on."""
+    return min(min(counts) / CLASSES, 1.0) - 1
+
+
+def test_the_narrowest_layer_decides_what_is_paid() -> None:
+    scene = bottleneck(0)
     walk, network = Walk(scene), Network(scene, automl.magnitudes(scene), 2 * CLASSES)
     assert network([CLASSES] * 13) == 0 and network([CLASSES] * 6 + [8] + [CLASSES] * 6) == -0.5
-    learned, random = (search(walk, network, 200, warmup) for warmup in (50, 200))
-    assert learned[1] > random[1]
+    for _ in range(5):
+        walk.episode(lambda state: float(torch.rand(())))
+        assert network(walk.counts) == passed_on(walk.counts)
     assert search(walk, network, 3, 1) == search(walk, network, 3, 1), "the same for the same seed"
+
+
+@pytest.mark.parametrize("seed", [3, pytest.param(7, marks=pytest.mark.slow), pytest.param(11, marks=pytest.mark.slow)])
+def test_late_episodes_are_paid_more_than_random_ones(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seeds are those of 3 to 12 whose agents learned least."""
+    paid: list[float] = []
+    remember = Agent.remember
+
+    def watched(self: Agent, states: Tensor, actions: Tensor, reward: float) -> None:
+        paid.append(reward)
+        remember(self, states, actions, reward)
+
+    monkeypatch.setattr(Agent, "remember", watched)
+    search(Walk(bottleneck(seed)), passed_on, 200, 50)
+    assert fmean(paid[-50:]) > fmean(paid[:50]) + 0.05
+
+
+@pytest.mark.slow
+def test_agents_find_more_than_equally_many_random_episodes_on_average() -> None:
+    """One agent may not: of seeds 3 to 12 seven found more, two as much, one less (results/tuning)."""
+    found = [
+        [search(Walk(bottleneck(seed)), passed_on, 200, warmup)[1] for warmup in (50, 200)] for seed in range(3, 8)
+    ]
+    learned, random = zip(*found, strict=True)
+    assert fmean(learned) > fmean(random) + 0.05
 
 
 @pytest.mark.parametrize("keep", [0.05, 0.3, 0.9])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -21,6 +22,8 @@ from dllp.baselines.fbs import BoostingAndSuppression, Saliency
 from dllp.baselines.liws import FeatureNorms, InstanceSparsity, set_thresholds, variation
 from dllp.baselines.rnp import ACTIONS, Nested, Policy, RuntimePruning, policy_of, recompute_statistics, set_offset
 from dllp.config import Config
+from dllp.devices import fuse
+from dllp.devices.cuda_graph import WARMUP, Capture
 from dllp.errors import ConfigError, StructureError
 from dllp.structure.groups import discover
 from dllp.zoo import small_cnn, small_resnet
@@ -104,7 +107,7 @@ def test_each_image_has_the_output_of_its_own_cut_network(name: str, build: Any)
     found.network.double().eval()
     for gate in found.gates:
         if isinstance(gate, Saliency):
-            gate.count = gate.units // 2
+            gate.count.fill_(gate.units // 2)
             with torch.no_grad():
                 gate.predict.weight.mul_(20)
         elif isinstance(gate, FeatureNorms):
@@ -132,7 +135,7 @@ def test_the_most_salient_units_win_and_only_they_learn() -> None:
     with torch.no_grad():
         gate.predict.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, -1.0]]))
         gate.predict.bias.copy_(torch.tensor([0.5, 0.0, 2.0]))
-    gate.count = 2
+    gate.count.fill_(2)
     x = torch.tensor([[[1.0, -3.0], [0.0, 1.0]], [[-1.0, 0.0], [4.0, 8.0]]]).double()  # s = (2, 0.5) and (0.5, 6)
     gate.choose(x)
     # g = (2.5, 0.5, 0) and (1, 6, 0): pi has the first two; the third is dead
@@ -140,14 +143,14 @@ def test_the_most_salient_units_win_and_only_they_learn() -> None:
     torch.testing.assert_close(gate.boost, torch.tensor([[2.5, 0.5, 0.0], [1.0, 6.0, 0.0]]).double())
     assert float(gate.size.detach()) == (2.5 + 0.5 + 1 + 6) / 2
     weights = torch.tensor([[1.0, 10.0, 100.0], [2.0, 20.0, 200.0]]).double()
-    gate.count = 1
+    gate.count.fill_(1)
     gate.choose(x)  # now unit 0 wins for the first image, unit 1 for the second
     slope, matrix = torch.autograd.grad((gate.boost * weights).sum(), [gate.predict.bias, gate.predict.weight])
     assert slope.tolist() == [1.0, 20.0, 0.0], "no gradient to what loses, however large its factor"
     assert matrix.tolist() == [[2.0, 0.5], [10.0, 120.0], [0.0, 0.0]]
     with torch.no_grad():
         gate.predict.bias.fill_(-100.0)
-    gate.count = 2
+    gate.count.fill_(2)
     gate.choose(x)
     assert gate.open.sum(1).tolist() == [1, 1] and not bool(gate.boost.any()), "ties at 0 keep one, not two"
 
@@ -173,7 +176,7 @@ def test_the_share_that_wins_follows_from_the_budget_and_falls_within_half_of_th
 
     budget = 0.5 * found.structure.flops.dense
     setup = Setup(found, torch.randn(2, 1, 5, 5), None, budget, train)
-    counts = [gate.count for gate in BoostingAndSuppression().fit(setup, 10).gates]  # pyright: ignore
+    counts = [int(gate.count) for gate in BoostingAndSuppression().fit(setup, 10).gates]  # pyright: ignore
     cost = 25 * 9 * counts[0] + 25 * 9 * counts[0] * counts[1] + 3 * counts[1] + 28
     assert found.mean_cost(torch.randn(4, 1, 5, 5)) <= cost <= budget
     larger = 25 * 9 * (counts[0] + 1) * (1 + counts[1] + 1) + 3 * (counts[1] + 1)
@@ -197,14 +200,14 @@ def test_the_share_that_wins_follows_from_the_budget_and_falls_within_half_of_th
 
 
 def test_the_penalty_on_features_by_hand() -> None:
-    gate, unit = FeatureNorms(slice(0, 3)), torch.tensor([0, 1, -1, 2])
+    gate = FeatureNorms(slice(0, 3), torch.tensor([0, 1, -1, 2]))
     x = torch.zeros(2, 4, 4).double()
     x[0, 0] = torch.tensor([3.0, -4.0, 0.0, 0.0])  # norm 5 over sqrt(4)
     x[0, 1] = torch.tensor([1.0, 1.0, 1.0, 1.0])  # 2 over sqrt(4)
     x[0, 2] = 100.0  # nobody's
     x[1, 3] = torch.tensor([0.0, 0.0, 6.0, 8.0])  # 10 over sqrt(4)
     x.requires_grad_()
-    gate.see(x, unit)
+    gate.see(x)
     torch.testing.assert_close(gate.norms, torch.tensor([[2.5, 1, 0], [0, 0, 5]]).double(), atol=1e-11, rtol=0)
     assert gate.macs == 12 and bool((gate.open == 1).all())
     penalty = InstanceSparsity(strength=0.1).penalty(nn.Sequential(gate))
@@ -215,10 +218,10 @@ def test_the_penalty_on_features_by_hand() -> None:
     wanted[1, 3, 2:] = 0.1 / 2 / 2 * torch.tensor([0.6, 0.8]).double()
     torch.testing.assert_close(slope, wanted, atol=1e-9, rtol=1e-9)
     gate.threshold = 1.0  # of the means 3.5 / 3 and 5 / 3
-    gate.see(x, unit)
+    gate.see(x)
     assert gate.open.tolist() == [[1, 0, 0], [0, 0, 1]]
     gate.threshold = 100.0
-    gate.see(x, unit)
+    gate.see(x)
     assert gate.open.tolist() == [[1, 0, 0], [0, 0, 1]], "the largest one stays"
     norms = torch.tensor([[2.5, 1, 0], [0, 0, 5]]).double()
     expected = (norms.std(1, correction=0) / norms.mean(1)).mean()
@@ -255,7 +258,7 @@ def test_rewards_and_targets_of_two_layers_by_hand() -> None:
     policy.values = [torch.tensor([[0.1, 0.4, 0.2, 0.0], [0.0, 0.0, 0.0, 3.0]]).requires_grad_(),
                      torch.tensor([[-0.5, -0.7, -0.9, -1.0], [0.3, 0.1, 0.6, 0.2]]).requires_grad_()]  # fmt: skip
     policy.actions = [torch.tensor([1, 3]), torch.tensor([0, 2])]
-    policy.mean_loss = 0.5
+    policy.mean_loss.fill_(0.5)
     losses = torch.tensor([0.25, 1.0])
     first, last = policy.targets(losses)
     # -0.2 a + max of the next layer's values; then -0.2 a - loss / 0.5
@@ -267,11 +270,11 @@ def test_rewards_and_targets_of_two_layers_by_hand() -> None:
     one, two = torch.autograd.grad(loss, policy.values)
     assert (one * 4).tolist() == [[0, 1, 0, 0], [0, 0, 0, 1]] and (two * 4).tolist() == [[0, 0, 0, 0], [0, 0, 1, 0]]
     policy.raise_price(0.3, rate=0.1)
-    assert policy.price == pytest.approx(0.23), "too costly: a group's price rises"
+    assert float(policy.price) == pytest.approx(0.23), "too costly: a group's price rises"
     policy.raise_price(-0.1, rate=0.1)
-    assert policy.price == pytest.approx(0.22)
+    assert float(policy.price) == pytest.approx(0.22)
     policy.raise_price(-9.0, rate=0.1)
-    assert policy.price == 0.0
+    assert float(policy.price) == 0.0
 
 
 def test_groups_nest_and_the_first_has_the_largest_filters() -> None:
@@ -290,7 +293,7 @@ def test_groups_nest_and_the_first_has_the_largest_filters() -> None:
     policy.offset = 1e4
     gate.choose(torch.randn(5, 3, 4))
     assert gate.open.sum(1).tolist() == [2] * 5, "whatever the values, groups are too dear"
-    policy.train().explore = 1.0
+    policy.train().explore.fill_(1.0)
     gate.choose(torch.randn(400, 3, 4))
     shares = policy.actions[0].bincount(minlength=ACTIONS) / 400
     assert bool(((shares - 0.25).abs() < 0.08).all())
@@ -299,7 +302,7 @@ def test_groups_nest_and_the_first_has_the_largest_filters() -> None:
 def test_values_learn_which_image_needs_its_groups() -> None:
     """Images of one kind lose 2 below four groups, others nothing: at a price of 0.1 the first compute all of them."""
     policy, encode = Policy(0, price=0.1), nn.Linear(2, 64)
-    policy.mean_loss, policy.explore = 1.0, 1.0
+    policy.mean_loss.fill_(1.0)
     kinds = (torch.arange(64) % 2).float()
 
     def episode() -> list[Tensor]:
@@ -338,6 +341,59 @@ def test_an_offset_meets_the_budget_and_statistics_follow_the_policy() -> None:
 def test_bisection_finds_the_least_value_within_a_budget() -> None:
     assert cheapest(lambda v: 10 - v, 7.0, 0.0, 10.0) == pytest.approx(3, abs=1e-5)
     assert 10 - cheapest(lambda v: 10 - v, 7.0, 0.0, 10.0) <= 7
+
+
+# ---- captured steps
+
+
+class Began(Exception):
+    """The training that a fit asks for."""
+
+
+@pytest.mark.parametrize("name", [*DYNAMIC, "rnp:fixed=2"])
+def test_a_step_reads_nothing_back_and_stays_on_its_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tensors without values, every value read and every tensor of the CPU among them is an error."""
+    found, x = with_gates(name, small_resnet(in_channels=1)), torch.randn(4, 1, 8, 8)
+    given: list[Any] = []
+
+    def train(*words: Any, **hooks: Any) -> nn.Module:
+        given[:] = words
+        raise Began
+
+    found.masks(x)
+    with pytest.raises(Began):
+        find_any(name).fit(Setup(found, x, None, 0.8 * found.structure.flops.dense, train), 3)  # pyright: ignore
+    network, _, loss = given
+    assert fuse.rewrite(network.train()) is None, "a fused norm would leave its wrapper"
+    monkeypatch.setattr(torch, "autocast", lambda *words, **options: nullcontext())  # which knows no such device
+    y = torch.zeros(4, dtype=torch.long, device="meta")
+    value = loss(network.to("meta"), (x.to("meta"), y))["loss"]
+    learning = [p for p in network.parameters() if p.requires_grad]
+    assert {g.device.type for g in torch.autograd.grad(value, learning)} == {"meta"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_replayed_step_sees_what_changed_between_steps() -> None:
+    device = torch.device("cuda")
+    salient = Saliency(slice(0, 6), 3, torch.ones(6), torch.Generator().manual_seed(0)).to(device)
+    policy = Policy(2, 0.1).to(device).train()
+    opened, random = torch.zeros(2, device=device)
+    x = torch.rand(512, 3, 4, device=device)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        salient.choose(x)
+        opened.copy_(salient.open.sum(1).mean())
+        policy.begin()
+        random.copy_((policy.act(x.mean(2)) != 1).float().mean())
+
+    capture = Capture(step, torch.Generator(device), enabled=True)
+    for count, explore in [(6, 1.0)] * (WARMUP + 1) + [(2, 0.0), (4, 0.5)]:
+        salient.count.fill_(count)
+        policy.explore.fill_(explore)
+        with torch.no_grad():
+            capture(x, x, key="open")
+        assert float(opened) == count and float(random) == pytest.approx(0.75 * explore, abs=0.1)
+    assert capture.state == "graph"
 
 
 # ---- whole runs
