@@ -135,15 +135,13 @@ class Attributes(TorchFunctionMode):
     def _item(self, x: Tensor, index: Any) -> None:
         """x[..., a:b] with attributes a and b: the sizes of x[..., :a] and x[..., :b]."""
         index = index if isinstance(index, tuple) else (index,)
-        if not any(isinstance(bound, Sized) for which in index if isinstance(which, slice) for bound in _bounds(which)):
-            return
         used = sum(which is not None and which is not Ellipsis for which in index)
         axis = 0
         for which in index:
             if which is Ellipsis:
                 axis += x.dim() - used
             elif which is not None:
-                for bound in _bounds(which) if isinstance(which, slice) else ():
+                for bound in (which.start, which.stop) if isinstance(which, slice) else ():
                     if isinstance(bound, Sized) and 0 < bound <= x.shape[axis]:
                         label = section(self.labels(x)[axis], 0, int(bound))
                         if label is not None:
@@ -161,10 +159,6 @@ class Attributes(TorchFunctionMode):
                 if factor is not None:
                     self.sizes.setdefault(source, []).append(factor)
             start += length
-
-
-def _bounds(which: slice) -> tuple[Any, Any]:
-    return which.start, which.stop
 
 
 def _flat(values: Iterable[Any]) -> Iterable[Any]:

@@ -6,7 +6,7 @@ just runs. Labels of axes are unified by :mod:`dllp.structure.rules`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -128,8 +128,7 @@ class Axes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket.__name__
-        name = packet if packet.startswith("__") else packet.rstrip("_") or packet
+        name = name_of(func)
         call = Call(name, args, kwargs or {}, func._schema, out)
         if name in COPIES and storage(call.tensors[0]) in self.sources:
             self.sources[storage(out)] = self.sources[storage(call.tensors[0])]
@@ -207,7 +206,7 @@ class Axes(TorchDispatchMode):
         else:
             freeze(label, MIXED.format("a mean over them"))
 
-    def enter(self, name: str, module: nn.Module, args: Any) -> None:
+    def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.stack.append(name)
         self.trace.attributes.counts[name] = 0
         self.trace.calls[name] = self.trace.calls.get(name, 0) + 1
@@ -215,13 +214,29 @@ class Axes(TorchDispatchMode):
             # it has no tensor that tells, and warns of a number of features that is not its own
             self.trace.attributes.sizes[name, "num_features", 0] = [self.label(args[0])[1]]
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def leave(self, *_: Any) -> None:
         self.stack.pop()
 
 
 def storage(tensor: Tensor) -> int:
     """The memory that a tensor shares with its views."""
     return tensor.untyped_storage()._cdata
+
+
+@contextmanager
+def watched(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
+    """Call enter(name, module, args, kwargs) before a module runs, leave(name, module, args, output) after."""
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(partial(leave, name), always_call=True).remove)
+        yield
+
+
+def name_of(operation: Any) -> str:
+    """Name of an operation of ATen, of one in place without its underscore."""
+    packet = operation._overloadpacket.__name__
+    return packet if packet.startswith("__") else packet.rstrip("_") or packet
 
 
 @contextmanager
@@ -248,14 +263,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...]) -> Trace:
     for tensor in tree_leaves(inputs):
         if isinstance(tensor, Tensor):
             axes.set(tensor, [fresh(size, INPUT) for size in tensor.shape])
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            stack.callback(module.register_forward_pre_hook(partial(axes.enter, name)).remove)
-            stack.callback(module.register_forward_hook(axes.leave, always_call=True).remove)
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(countable())
-        stack.enter_context(attributes)
-        stack.enter_context(axes)
+    with watched(model, axes.enter, axes.leave), torch.no_grad(), countable(), attributes, axes:
         output = model(*inputs)
     for product in axes.trace.products:  # the heads of PyTorch's own attention, which no view of its own shows
         if product.weight is None and isinstance(model.get_submodule(product.module), nn.MultiheadAttention):

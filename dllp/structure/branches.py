@@ -10,9 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dllp.errors import StructureError
-from dllp.structure.axes import COPIES, countable, storage
+from dllp.structure.axes import COPIES, countable, name_of, storage, watched
 
 GONE = "!"
 """Beginning of a recipe's entries for modules that are gone; they say what stands in their place."""
@@ -115,8 +113,7 @@ class Flow(TorchDispatchMode):
         reads, shapes = [self.value(t) for t in active], [t.shape for t in active]
         out = func(*args, **(kwargs or {}))
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        packet = func._overloadpacket.__name__
-        name = packet if packet.startswith("__") else packet.rstrip("_") or packet
+        name = name_of(func)
         if not active and names:  # a parameter in another shape or precision
             if name in COPIES:
                 self.parameters |= {storage(t): names[0] for t in made}
@@ -150,12 +147,7 @@ class Flow(TorchDispatchMode):
 def observed(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Flow, set[int]]:
     """The dataflow of one forward of a network, a scratch copy in evaluation mode, and the values of its outputs."""
     flow = Flow(model)
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            stack.callback(module.register_forward_pre_hook(partial(flow.enter, name), with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(partial(flow.leave, name), always_call=True).remove)
-        for context in (torch.no_grad(), countable(), flow):
-            stack.enter_context(context)
+    with watched(model, flow.enter, flow.leave), torch.no_grad(), countable(), flow:
         output = model(*inputs)
     return flow, {flow.value(t) for t in tree_leaves(output) if isinstance(t, Tensor)}
 

@@ -129,11 +129,6 @@ def sizes(labels: Iterable[Label], atoms: Sequence[Atom]) -> tuple[Sizes, list[i
     ), found
 
 
-def unit_counts(unit: Tensor, offset: int, total: int) -> Tensor:
-    """unit (C,) -> float64 (total,): channels of each unit."""
-    return torch.bincount(unit[unit >= 0] + offset, minlength=total).double()
-
-
 Count = tuple[float, Tensor]
 """A constant, and the number of indices (U,) that each open unit adds to it."""
 

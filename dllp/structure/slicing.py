@@ -165,9 +165,8 @@ def recipe(model: nn.Module, groups: Sequence[Group], keep: Tensor) -> Recipe:
         tensor, name, axis = key
         if not tensor:
             module, _, path = name.partition(":")
-            if (
-                path.startswith("@") and key in touched
-            ):  # which may be asked for a wrong size even where it keeps its own
+            # a view may be asked for a wrong size even where it keeps its own
+            if path.startswith("@") and key in touched:
                 found = result.setdefault(module, {}).setdefault(f".{path}", [0] * int(path.partition("/")[2]))
                 found[axis] = int(mask.sum())
             elif path and not mask.all():

@@ -6,7 +6,7 @@ Groups that do not stand it are found and kept whole, with the reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -160,9 +160,7 @@ class _Trials:
     def _draw(self, draw: int) -> tuple[nn.Module, tuple[Any, ...]]:
         if draw not in self.drawn:
             exact = _randomised(self.model, draw)
-            values = _random_inputs(
-                copied(exact, shared=True), self.inputs, draw
-            )  # a forward may leave something behind
+            values = _random_inputs(copied(exact, shared=True), self.inputs, draw)  # a forward may leave things behind
             if draw > 1:
                 return exact, values
             self.drawn[draw] = exact, values
@@ -231,20 +229,18 @@ def compare(
 def _training_failure(exact: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...]) -> str:
     """The error of the cut network in training mode, in which a forward may call other layers; empty without one."""
     pairs = tree_map(lambda x: torch.cat([x, x]) if isinstance(x, Tensor) and x.dim() else x, inputs)
-    failures = []
-    builders: list[Callable[[], nn.Module]] = [
-        lambda: cut(exact, recipe(exact, groups, keep), shared=True),
-        lambda: copied(exact, shared=True),
-    ]
-    for build in builders:
+
+    def failure(network: nn.Module) -> str:
         try:
             with torch.no_grad():  # with two examples, since batch norms refuse a single one
-                build().train()(*pairs)
+                network.train()(*pairs)
         except Exception as error:
-            failures.append(first_line(error))
-            continue
-        break
-    return failures[0] if len(failures) == 1 else ""  # where the uncut network fails too, the cut is not the reason
+            return first_line(error)
+        return ""
+
+    found = failure(cut(exact, recipe(exact, groups, keep), shared=True))
+    # where the uncut network fails too, the cut is not the reason
+    return found if found and not failure(copied(exact, shared=True)) else ""
 
 
 def _sensitive(found: Sequence[Tensor], gates: Tensor, groups: Sequence[Group]) -> list[bool]:
