@@ -33,8 +33,7 @@ def run(args: Namespace) -> None:
     task = stored.task
     data = stored.read_data(quiet=False, report=lambda image: progress.warn(str(image)))
     test = as_trained(data, stored.info.data)
-    opened = stored.open(data=data)
-    result, dense = opened.result, opened.dense_posterior()
+    result = stored.open(data=data)
     seed = result.config.seed
     if args.subset is not None:
         test = subset(test, args.subset, seed)
@@ -44,7 +43,7 @@ def run(args: Namespace) -> None:
     if args.gate_draws is not None:
         drawn = sample_gates(result, test.inputs(slice(0, 2)), args.gate_draws, seed=seed)
     found = evaluate.measure(
-        result, test, dense, disk=disk(folder, result), corruptions=corruptions, ood=outside,
+        result, test, evaluate.dense_posterior(result), disk=disk(folder, result), corruptions=corruptions, ood=outside,
         references=args.references, drawn=drawn, device=find_device(args.device),
     )  # fmt: skip
     if args.json is not None:

@@ -7,7 +7,7 @@ import os
 import pkgutil
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,19 +28,15 @@ from dllp.data.ood import without
 from dllp.data.unreadable import Report, parse_fraction
 from dllp.errors import ArtifactError, ConfigError, DataError, first_line
 from dllp.evaluation.evaluate import DENSE as DENSE_ROW
-from dllp.posterior import Posterior, posterior_of
 from dllp.runs import settings
 from dllp.runs.folder import DENSE_FILE, RUN, SETTINGS, member, particle_file, reference_file
 from dllp.runs.result import Run
 from dllp.runs.result import read_run as read_record
 from dllp.runs.settings import DENSE, DLLP, Task
-from dllp.runs.tensors import check_shapes, read_network
+from dllp.runs.tensors import check_shapes
 
 LARGEST = 2**20
 """Largest size of a network that a run.json may ask for."""
-
-
-# ---- from settings
 
 
 def read_data(task: Task, seed: int, *, quiet: bool, report: Report | None = None) -> Dataset:
@@ -122,9 +118,6 @@ def check_import(task: Task, args: Namespace, whose: str, folder: Path | None = 
         settings.trust(folder, [getattr(task, name) for name in task.code])
 
 
-# ---- from a run folder
-
-
 @dataclass(frozen=True)
 class DataInfo:
     """The training data as `info.data` of run.json describes it; a run that was made in Python says nothing."""
@@ -173,55 +166,22 @@ class StoredRun:
         """The run's data, or the data that was chosen instead."""
         return read_data(self.task, self.settings.get("seed", 0), quiet=quiet, report=report)
 
-    def open(self, *, shape: Sequence[int] | None = None, data: Dataset | None = None) -> OpenRun:
-        """Read the networks; where run.json does not give their sizes, `shape` of one input or `data` do."""
+    def open(self, *, shape: Sequence[int] | None = None, data: Dataset | None = None) -> Result:
+        """The run with its networks; where run.json does not give their sizes, `shape` of one input or `data` do."""
         known = self.info.data
         shape = tuple(shape or known.shape or (data.test.x.shape[1:] if data else ()))
         if not shape:
-            raise ConfigError(
-                f"{self.folder} does not say what its inputs look like: give --shape, for example --shape 3 32 32"
-            )
+            raise ConfigError(f"{self.folder} does not say what its inputs look like: give --shape, such as 3 32 32")
         classes = known.num_classes or (data.num_classes if data else 0)
         if not classes and not self.task.is_code:
-            raise ConfigError(
-                f"{self.folder} does not say how many outputs its network has: give a factory with --model"
-            )
+            raise ConfigError(f"{self.folder} does not say how many outputs its network has: give --model a factory")
         outputs = classes + (self.record.config.get("noise") == "input")
         sizes = outputs, known.in_channels or shape[0], known.image_size or min(shape[1:], default=1)
         make = partial(build_network, self.task, *sizes)
         if not self.task.is_code:
             with torch.device("meta"):  # no memory is taken before the shapes are known to fit
                 check_shapes(self.folder / reference_file(0), make())
-        return OpenRun(self.folder, shape, load(self.folder, make()), make, self.info.dense_noise)
-
-
-@dataclass(frozen=True)
-class OpenRun:
-    """The networks of a finished run.
-
-    Attributes:
-        shape: Shape of one input.
-        network: Makes the network as it was before pruning, untrained.
-    """
-
-    folder: Path
-    shape: tuple[int, ...]
-    result: Result
-    network: Callable[[], nn.Module]
-    dense_noise: float
-
-    def dense_network(self) -> nn.Module | None:
-        """The trained dense network; None where the run has none."""
-        if not (self.folder / DENSE_FILE).exists():
-            return None
-        network = self.network().eval()
-        read_network(self.folder / DENSE_FILE, network)
-        return network
-
-    def dense_posterior(self) -> Posterior | None:
-        """The same as a posterior of one network."""
-        network = self.dense_network()
-        return network and posterior_of([network], torch.tensor([self.dense_noise]), self.result.config)
+        return replace(load(self.folder, make()), shape=shape)
 
 
 def read_run(folder: Path, args: Namespace, *, needed: Sequence[str] = ("model",)) -> StoredRun:

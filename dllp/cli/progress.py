@@ -136,9 +136,8 @@ def download(quiet: bool) -> Iterator[Callable[[int, int | None], None] | None]:
     if quiet or not sys.stderr.isatty():
         yield None
         return
-    with Progress(
-        "downloading", BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=Console(stderr=True)
-    ) as bar:
+    columns = "downloading", BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as bar:
 
         def report(done: int, size: int | None) -> None:
             task = bar.task_ids[0] if bar.task_ids else bar.add_task("")
@@ -392,13 +391,10 @@ def show_speed(rows: Sequence[SpeedRow], layers: Sequence[LayerTime], title: str
 def show_structure(report: Mapping[str, Any]) -> None:
     """Print what `dllp structure` found: a row for each kind of unit, and each reason with the layers it holds for."""
     console = _stdout()
-    console.print(
-        Text(f"{report['model']}: {short_number(report['macs'])} MACs, {short_number(report['params'])} parameters")
-    )
-    every = {
-        "groups": len(report["groups"]), "units": sum(group["units"] for group in report["groups"]),
-        "least": report["least"],
-    }  # fmt: skip
+    macs, params = short_number(report["macs"]), short_number(report["params"])
+    console.print(Text(f"{report['model']}: {macs} MACs, {params} parameters"))
+    units = sum(group["units"] for group in report["groups"])
+    every = {"groups": len(report["groups"]), "units": units, "least": report["least"]}
     rows = [
         [kind, str(found["groups"]), str(found["units"]), *(f"{1 - found['least'][c]:.1%}" for c in ("macs", "params"))]
         for kind, found in {**report["kinds"], "all of them": every}.items()
@@ -421,9 +417,8 @@ def _stdout() -> Console:
 
 def _table(title: str | None, columns: Sequence[str], sections: Mapping[str, Sequence[Sequence[str]]]) -> Table:
     """Rows of cells under the name of their section, if it has one; names to the left, numbers to the right."""
-    table = Table(
-        title=title and Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
-    )
+    heading = title and Text(title)
+    table = Table(title=heading, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i else "left", no_wrap=bool(i), overflow="fold")
     for name, rows in sections.items():

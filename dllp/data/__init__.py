@@ -68,18 +68,10 @@ def names() -> tuple[str, ...]:
 
 @undisturbed()
 def load(
-    name_or_path: str | Path,
-    *,
-    root: str | Path | None = None,
-    seed: int = 0,
-    validation: float | int = 0,
-    image_size: int | None = None,
-    augment: Augment | None = None,
-    workers: int | None = None,
-    max_bad: str | float = MAX_BAD,
-    progress: Progress | None = None,
-    report: Report | None = None,
-) -> Dataset:
+    name_or_path: str | Path, *, root: str | Path | None = None, seed: int = 0, validation: float | int = 0,
+    image_size: int | None = None, augment: Augment | None = None, workers: int | None = None,
+    max_bad: str | float = MAX_BAD, progress: Progress | None = None, report: Report | None = None,
+) -> Dataset:  # fmt: skip
     """Load a data set and check it.
 
     Args:

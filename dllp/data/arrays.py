@@ -219,9 +219,6 @@ def stratified(y: Tensor, count: int, seed: int) -> Tensor:
     return torch.cat([order[labels == c][: int(n)] for c, n in enumerate(take)])
 
 
-# ---- pairs of arrays, and checks before training
-
-
 def from_pair(
     x: Any, y: Any, *, mean: tuple[float, ...] | None = None, std: tuple[float, ...] | None = None,
     augment: Augment = "none", integers: bool = False,

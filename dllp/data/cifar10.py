@@ -122,9 +122,6 @@ def read_archive(path: Path, version: Version) -> list[Arrays]:
     return [version.decode(content, f"{path}:{name}") for content, name in zip(contents, names, strict=True)]
 
 
-# ---- the content of a member
-
-
 def decode_binary(content: bytes, place: str) -> Arrays:
     """Records of one label byte and 3072 pixel bytes."""
     if not content or len(content) % (PIXELS + 1):
@@ -205,9 +202,6 @@ BINARY = Version(
     "cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530", 170052171, "cifar-10-batches-bin", ".bin",
     decode_binary,
 )  # fmt: skip
-
-
-# ---- verified downloads
 
 
 def verify(path: Path, checksum: str, url: str) -> None:

@@ -98,9 +98,6 @@ def map_images(images: Tensor, work: Callable[[Image.Image], Any], purpose: str)
     return torch.from_numpy(np.stack(done)).permute(0, 3, 1, 2).contiguous().to(images.device)
 
 
-# ---- crops
-
-
 def crop_boxes(draws: np.ndarray, area: tuple[float, float] = AREA) -> np.ndarray:
     """(B, DRAWS) random numbers -> (B, 4) width, height, horizontal and vertical position of a crop for each image.
 
@@ -114,12 +111,8 @@ def crop_boxes(draws: np.ndarray, area: tuple[float, float] = AREA) -> np.ndarra
 def crop(content: bytes, box: Sequence[float] | None, size: int) -> np.ndarray:
     """(h, w, 3) uint8: a crop of an encoded image that later becomes a square of `size` pixels.
 
-    A much larger crop is made smaller by whole factors, inside the JPEG decoder where that is possible.
-
-    Args:
-        content: The encoded image.
-        box: A row of :func:`crop_boxes`; None for the centre.
-        size: Side of the square.
+    `box` is a row of :func:`crop_boxes`, None the centre. A much larger crop is made smaller by whole factors, inside
+    the JPEG decoder where that is possible.
     """
     image = open_image(io.BytesIO(content))
     width, height = image.size
@@ -152,17 +145,11 @@ def _fitted(width: int, height: int, box: Sequence[float]) -> tuple[float, float
     return box[2] * (width - w), box[3] * (height - h), w, h
 
 
-# ---- resizing
-
-
 def resize_one(image: np.ndarray, mirror: bool, size: int) -> np.ndarray:
     """(h, w, 3) uint8 -> (3, size, size) uint8, mirrored if `mirror`."""
     old = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
     new = interpolate(old, (size, size), mode="bilinear", antialias=True)[0].numpy()
     return new[:, :, ::-1] if mirror else new
-
-
-# ---- augmentation of images in memory: batched, on any device
 
 
 def random_boxes(count: int, generator: torch.Generator, height: int, width: int) -> Tensor:

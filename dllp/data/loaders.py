@@ -28,15 +28,9 @@ class LoaderBatches:
     """
 
     def __init__(
-        self,
-        loader: DataLoader[Any],
-        seed: int,
-        device: torch.device | str = "cpu",
-        channels_last: bool = False,
-        num_classes: int | None = None,
-        integers: bool = False,
-        as_is: bool = False,
-    ) -> None:
+        self, loader: DataLoader[Any], seed: int, device: torch.device | str = "cpu", channels_last: bool = False,
+        num_classes: int | None = None, integers: bool = False, as_is: bool = False,
+    ) -> None:  # fmt: skip
         try:
             self.steps = len(loader)
             self.num_examples = _count_examples(loader)
@@ -44,10 +38,8 @@ class LoaderBatches:
             raise DataError("the DataLoader has no length: give steps=, the batches of one epoch") from None
         if self.steps == 0 or self.num_examples == 0:
             raise DataError("the DataLoader yields no batch: check its data set, batch_size and drop_last")
-        self.loader, self.seed = loader, seed
-        self.device = torch.device(device)
-        self.channels_last = channels_last
-        self.num_classes = num_classes
+        self.loader, self.seed, self.device = loader, seed, torch.device(device)
+        self.channels_last, self.num_classes = channels_last, num_classes
         self.integers, self.as_is = integers, as_is
         self.target_shape: tuple[int, ...] = ()  # of one target, as the last batch had it
         if loader.batch_sampler is None:  # the data set makes the batches itself, and its length counts those

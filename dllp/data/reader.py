@@ -42,9 +42,6 @@ def cores() -> int:
     return min(max(1, own // int(os.environ.get("LOCAL_WORLD_SIZE", 1))), MAX_WORKERS)
 
 
-# ---- batches
-
-
 class Request(NamedTuple):
     """Images of one batch by index (B,), and random numbers (B, DRAWS) for crops; None takes the centre of each.
 
@@ -89,9 +86,6 @@ class Reader(Dataset[Decoded]):
             squares = [resize_one(image, mirror, size) for image, mirror in crops]
         pixels = np.stack(squares) if squares else np.empty((0, 3, size, size), np.uint8)
         return Decoded(torch.from_numpy(pixels), torch.tensor(numbers).long(), unreadable)
-
-
-# ---- processes and signals
 
 
 def check_workers() -> None:

@@ -90,9 +90,6 @@ def from_files(root: Path, paths: list[str]) -> Sources:
     return Sources(str(root), names, np.arange(len(paths), dtype=np.int32), zeros, zeros - 1)
 
 
-# ---- class folders
-
-
 def from_class_folders(root: Path, split: str) -> tuple[Sources, dict[str, int]]:
     """Images of split/<class>/, in the order of their names, and how many each class has."""
     paths: list[str] = []
@@ -130,9 +127,6 @@ def scan(root: Path, folder: str) -> list[os.DirEntry[str]]:
             return list(found)
     except OSError as error:
         raise DataError(f"cannot read {root / folder}: {error.strerror}") from None
-
-
-# ---- tar shards
 
 
 def find_shards(folder: Path) -> dict[str, list[Path]]:

@@ -185,11 +185,8 @@ class StreamBatches:
         """Read only a part of every batch, where other processes read the others.
 
         The images of a batch, their random crops, and the handling of unreadable images do not depend on the parts.
-
-        Args:
-            part: Examples of a batch that this process reads.
-            exchange: All-gather of one message of each process, in the order of their parts; called once a batch.
-            first: This process reports errors; the others raise them silently.
+        `exchange` gathers one message of each process, in the order of their parts, once a batch; the `first` process
+        reports errors, the others raise them silently.
         """
         self.part, self._exchange, self._first = part, exchange, first
         self._live: Iterator[Decoded] | None = None

@@ -40,9 +40,6 @@ class Subject:
     trained: bool = False
 
 
-# ---- time
-
-
 def interleaved(calls: Sequence[Call], seconds: float, fewest: int | None = None) -> list[Samples]:
     """Samples of each call. The calls take turns, every other round backwards, so that all see the same machine."""
     repeats = []
@@ -75,9 +72,6 @@ def limited(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-# ---- PyTorch
 
 
 def torch_samples(
@@ -116,9 +110,6 @@ def cuda_peak(network: nn.Module, x: Tensor) -> int:
     finally:
         network.cpu()
     return peak
-
-
-# ---- onnxruntime
 
 
 def written(subject: Subject, shape: tuple[int, ...], folder: Path, index: int) -> dict[str, Path]:

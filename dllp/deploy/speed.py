@@ -14,15 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from dllp.api import Result
-from dllp.config import Units
 from dllp.data import ArrayData, Dataset, stratified
 from dllp.deploy import runtimes
 from dllp.deploy.export import inputs, require_onnx
 from dllp.deploy.layers import LayerTime, holding_back, layers, torch_layers
 from dllp.deploy.memory import peak_bytes
 from dllp.deploy.runtimes import INT8, ONNX, TORCH, Samples, Subject
-from dllp.errors import ConfigError
-from dllp.structure.groups import FilterFn, chosen_again, discover
+from dllp.errors import ConfigError, check_count
+from dllp.structure.groups import Structure, discover, discover_again
 from dllp.structure.padding import kept_units, padded, rounded
 
 __all__ = [
@@ -37,9 +36,6 @@ WORK = 4e12
 """Multiply-accumulates of the dense network that its accuracy may take: all of CIFAR-10's test set by VGG-16."""
 
 
-# ---- networks
-
-
 def subjects(result: Result, shape: tuple[int, ...], *, particle: int = 0, round_to: int = 8) -> list[Subject]:
     """Dense and pruned network of a run; with lost channels also both ways to multiples of `round_to`."""
     if not 0 <= particle < len(result.particles):
@@ -52,28 +48,15 @@ def subjects(result: Result, shape: tuple[int, ...], *, particle: int = 0, round
         Subject(name, network, discover(network, inputs(2, shape), channels=False).flops.dense, trained)
         for name, network, trained in ((DENSE, dense, dense is result.original), (PRUNED, chosen.network, True))
     ]
-    if not chosen.recipe:
+    check_count(round_to=round_to)
+    if not chosen.recipe or round_to == 1:
         return both
-    config, again = result.config, chosen_again(result.whole)
-    return [
-        *both,
-        *multiples(chosen.reference, chosen.recipe, shape, round_to, again, config.units, even=config.even),
-    ]
+    structure = discover_again(chosen.reference, inputs(2, shape), result.whole, result.config)
+    return [*both, *multiples(chosen.reference, chosen.recipe, structure, round_to)]
 
 
-def multiples(
-    reference: nn.Module, recipe: Any, shape: tuple[int, ...], round_to: int, filter_fn: FilterFn | None = None,
-    units: Units | None = None, *, even: bool = False,
-) -> list[Subject]:  # fmt: skip
-    """The pruned network with dead channels added, and with the widths that `round_to` would have chosen.
-
-    `filter_fn`, `units` and `even` are those of the run.
-    """
-    if round_to < 1:
-        raise ConfigError(f"round_to = {round_to}: a positive number of channels is needed")
-    if round_to == 1:
-        return []
-    structure = discover(reference, inputs(2, shape), filter_fn=filter_fn, units=units, even=even)
+def multiples(reference: nn.Module, recipe: Any, structure: Structure, round_to: int) -> list[Subject]:
+    """The pruned network with dead channels added, and with the widths that `round_to` would have chosen."""
     keep = kept_units(reference, structure, recipe)
     ways = {f"padded to {round_to}": padded, f"rounded to {round_to}": rounded}
     return [Subject(f"{PRUNED}, {name}", *way(reference, structure, keep, round_to)) for name, way in ways.items()]
@@ -97,9 +80,6 @@ def images(data: Dataset, macs: float, task: str = "classification") -> Images:
     train = train if isinstance(train, ArrayData) else train.decoded()
     labelled = task == "classification" and test.y.ndim == 1
     return Images(replace(train, mean=test.mean, std=test.std).inputs(slice(None)), test if labelled else None)
-
-
-# ---- rows
 
 
 @dataclass(frozen=True)
@@ -238,9 +218,6 @@ def headline(rows: Sequence[Row]) -> Row | None:
     return min(found, key=lambda row: (row.device != "cpu", row.threads, -row.batch, row.runtime != ONNX), default=None)
 
 
-# ---- measurement
-
-
 def measure(
     found: Sequence[Subject], shape: tuple[int, ...], *, batches: Sequence[int] = (1, 64),
     threads: Sequence[int] | None = None, seconds: float = 5.0, images: Images | None = None,
@@ -252,12 +229,10 @@ def measure(
 
     Args:
         found: The networks, the dense one first.
-        shape: Of one input, without the batch.
-        batches: Batch sizes.
         threads: Numbers of CPU threads; by default 1 and all.
         seconds: How long one setting is measured for.
-        images: For the accuracy of trained networks, and to calibrate int8: without them that is done with random
-            inputs, which gives its time only.
+        images: For the accuracy of trained networks, and to calibrate int8: by default with random inputs, which gives
+            its time only.
         progress: Called with the name of each setting before it is measured.
     """
     require_onnx()
@@ -309,20 +284,15 @@ def measure_torch(
     return compared([row for part in parts for row in part])
 
 
-def measure_onnx(
-    found: Sequence[Subject], shape: tuple[int, ...], *, batches: Sequence[int] = (1,), seconds: float = 0.5
-) -> list[Row]:
-    """A brief measurement in onnxruntime on one thread of the processor, without int8 and peak memory."""
+def measure_onnx(found: Sequence[Subject], shape: tuple[int, ...], seconds: float = 0.5) -> list[Row]:
+    """A brief measurement of one example in onnxruntime on one thread, without int8 and peak memory."""
     require_onnx()
-    rows: list[Row] = []
+    setting: dict[str, Any] = dict(device="cpu", threads=1, batch=1)
     with tempfile.TemporaryDirectory() as folder:
         paths = [runtimes.written(subject, shape, Path(folder), i)[ONNX] for i, subject in enumerate(found)]
-        for batch in batches:
-            samples = runtimes.onnx_samples(paths, inputs(batch, shape), "cpu", 1, seconds)
-            for subject, path, part in zip(found, paths, samples, strict=True):
-                setting: dict[str, Any] = dict(device="cpu", threads=1, batch=batch)
-                rows.append(_row(subject, ONNX, part, path.stat().st_size, None, **setting))
-    return compared(rows)
+        samples = runtimes.onnx_samples(paths, inputs(1, shape), "cpu", 1, seconds)
+        parts = zip(found, samples, paths, strict=True)
+        return compared([_row(s, ONNX, part, path.stat().st_size, None, **setting) for s, part, path in parts])
 
 
 def torch_rows(

@@ -182,9 +182,6 @@ def connected() -> Iterator[None]:
         raise RankError(f"another process of the run was lost, or cannot be reached ({reason})") from None
 
 
-# ---- batch norm over all shards of a batch
-
-
 class _Sum(torch.autograd.Function):
     """The sum over all processes; its gradient is the sum of theirs."""
 

@@ -29,12 +29,7 @@ offers nothing to wait for, so that this is a pause and no guarantee."""
 
 
 class Ranks:
-    """All processes of a run, seen from one of them.
-
-    Args:
-        world: The axis of all processes.
-        local: Rank of this process on its host, which chooses its device.
-    """
+    """All processes of a run, seen from one of them; `local` is its rank on its host, which chooses its device."""
 
     def __init__(self, world: Axis | None = None, local: int = 0) -> None:
         self.world, self.local = world or Axis(), local

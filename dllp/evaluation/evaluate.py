@@ -99,33 +99,30 @@ class Evaluation:
         return {"efficiency": [asdict(entry) for entry in self.efficiency], "curves": self.curves}
 
 
+def dense_posterior(result: Result) -> Posterior | None:
+    """The dense network of a run as a posterior of one member; None where it has none."""
+    if result.original is None:
+        return None
+    noise = result.info.get("dense_noise", torch.nan)
+    return posterior_of([result.original], torch.tensor([noise]), result.config)
+
+
 @undisturbed()
 def measure(
-    result: Result,
-    data: ArrayData,
-    dense: Posterior | None = None,
-    *,
-    disk: Mapping[str, int] | None = None,
-    corruptions: Iterable[Corruption] = (),
-    ood: Mapping[str, ArrayData] | None = None,
-    references: bool = False,
-    drawn: Posterior | None = None,
-    device: torch.device | str = "cpu",
-) -> Evaluation:
+    result: Result, data: ArrayData, dense: Posterior | None = None, *, disk: Mapping[str, int] | None = None,
+    corruptions: Iterable[Corruption] = (), ood: Mapping[str, ArrayData] | None = None, references: bool = False,
+    drawn: Posterior | None = None, device: torch.device | str = "cpu",
+) -> Evaluation:  # fmt: skip
     """Evaluate a run on labelled data, clean first and then under each corruption, and on out-of-distribution inputs.
 
-    Every network predicts every version of the data once.
+    Every network predicts every version of the data once, and is back on the CPU when this returns.
 
     Args:
-        result: The run; its networks are back on the CPU when this returns.
-        data: A split with labels; a regression's targets are floats.
         dense: The unpruned network to compare with, as a posterior of one member.
         disk: Bytes on disk by row name.
-        corruptions: From :func:`dllp.data.corruptions.parse`; they need uint8 images.
         ood: Out-of-distribution inputs by name, see :mod:`dllp.data.ood`.
         references: Also measure M_0, the particles before extraction.
         drawn: Also measure the ensemble of these networks, see :func:`dllp.sample_gates`.
-        device: Where the networks run.
     """
     task, classifies = result.config.task, result.config.task != "regression"
     soft = not data.is_classification and data.y.shape[1] > 1

@@ -191,9 +191,8 @@ def _same(prediction: Tensor, target: Tensor) -> Tensor:
 
 def _checked(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     if scores.ndim != 2 or labels.shape != scores.shape[:1] or not len(labels):
-        raise DataError(
-            f"predictions {tuple(scores.shape)} and labels {tuple(labels.shape)}: give (B, C) and (B,), B at least 1"
-        )
+        shapes = f"predictions {tuple(scores.shape)} and labels {tuple(labels.shape)}"
+        raise DataError(f"{shapes}: give (B, C) and (B,), B at least 1")
     p, y = scores.detach().double().cpu(), labels.detach().long().cpu()
     if int(y.min()) < 0 or int(y.max()) >= p.shape[1]:
         raise DataError(f"a label lies outside 0..{p.shape[1] - 1}: the data has other classes than the predictions")

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dllp import files
+from dllp.api import Result
 from dllp.config import Config
+from dllp.deploy import speed
+from dllp.deploy.export import input_shape
 from dllp.deploy.speed import LayerTime
 from dllp.deploy.speed import Row as SpeedRow
 from dllp.errors import ArtifactError
@@ -19,8 +22,8 @@ from dllp.report.figures import plain
 from dllp.runs import result
 from dllp.runs.folder import CORRUPTIONS, EVALUATION, LOG, SPEED, member
 
-BRIEF = "a brief look in PyTorch; dllp speed measures more"
-"""Source of a page's own times, where the run has none."""
+LAYER_BATCH = 16
+"""Examples with which layers are timed in a brief look."""
 Uncertainty = Literal["aleatoric", "epistemic"]
 
 
@@ -89,6 +92,14 @@ class Run(result.Run):
             if self.config[option] is not None:
                 return name, self.config[option]
         return None
+
+
+def brief(result: Result) -> Speed:
+    """A brief look at times: PyTorch, one thread; `dllp speed` looks longer and at more."""
+    shape = input_shape(result.model, result.shape)
+    both = speed.subjects(result, shape, round_to=1)
+    layers = speed.torch_layers(*both, shape, batch=LAYER_BATCH, runs=3) if result.particles[0].recipe else []
+    return Speed(speed.measure_torch(both, shape), layers, "a brief look in PyTorch; dllp speed measures more")
 
 
 def read(folder: Path) -> Run:

@@ -26,9 +26,6 @@ def html_text(text: object, longest: int = LONGEST) -> str:
     return html.escape(plain(text, longest))
 
 
-# ---- numbers
-
-
 def percent(value: float, digits: int = 2) -> str:
     return f"{100 * value:.{digits}f}%"
 
@@ -49,9 +46,6 @@ def metric(name: str, value: float | None) -> str:
     if value is None:
         return "–"
     return percent(value) if name in ("accuracy", "ece") else f"{value:.4f}"
-
-
-# ---- elements
 
 
 def table(heads: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
@@ -94,9 +88,6 @@ def definitions(values: Mapping[str, Any]) -> str:
     """A list of names and values."""
     items = "".join(f"<dt>{html_text(name)}</dt><dd>{html_text(value, 400)}</dd>" for name, value in values.items())
     return f"<dl>{items}</dl>"
-
-
-# ---- the file
 
 
 def require_plotly() -> Path:
@@ -158,9 +149,7 @@ def _section(section: Section) -> str:
 
 def _figure(plot: Plot) -> str:
     title, caption = html_text(plot.title), html_text(plot.caption, 2000)
-    choice = (
-        f'<label>{html_text(plot.label)} <select data-chooses="{plot.id}"></select></label>' if plot.choices else ""
-    )
+    choice = f'<label>{html_text(plot.label)} <select data-chooses="{plot.id}"></select></label>' * bool(plot.choices)
     return (
         f"<figure><h3>{title}</h3>{choice}"
         f'<div class="plot" id="plot-{plot.id}" data-plot="{plot.id}" role="img" tabindex="0" '

@@ -164,9 +164,6 @@ def read(path: Path) -> State:
     raise ArtifactError(f"{path}: its values are no JSON object: the file is damaged")
 
 
-# ---- signals
-
-
 def interrupt(number: int) -> None:
     """End at once: nothing is lost."""
     raise Interrupted(number)

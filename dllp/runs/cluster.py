@@ -56,12 +56,7 @@ def device(name: str) -> str:
 
 
 class Cluster:
-    """As many workers as the cluster holds.
-
-    Args:
-        cpus: Processors for each of them.
-        limit: At most so many workers.
-    """
+    """As many workers as the cluster holds, at most `limit`, each with `cpus` processors."""
 
     retries = 3
 
@@ -82,7 +77,7 @@ class Cluster:
         return 1 if "GPU" in self.wanted else max(map(self._fit, _nodes()), default=1)
 
     def room(self, busy: int) -> bool:
-        """See :class:`dllp.runs.launch.Pool`, here and below."""
+        """As :class:`dllp.runs.workers.Processes`, here and below; raises where no node will ever have room."""
         slots = sum(map(self._fit, _nodes()))
         if slots:
             self.deadline = time.monotonic() + WAITING

@@ -110,14 +110,15 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and (self._begun or (self.resume and isinstance(error, (Interrupted, KeyboardInterrupt)))):
             if not self.resume and not any(self.checkpoints.glob("*/*.safetensors")):
-                self._remove()
+                with suppress(OSError):
+                    self._clear()
+                self._let_go()
+                _remove_empty(self._made)
             else:
                 error.add_note(self.advice or f"go on with {self.command}")
         if self._lock.is_locked:
             self._sweep()
         self._let_go()
-
-    # ---- who may write here
 
     def _check_names(self) -> None:
         if not self.folder.exists():
@@ -139,9 +140,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         if self.finished:
             raise ArtifactError(HOLDS_RUN.format(self.folder))
         if self.unfinished:
-            raise ArtifactError(
-                f"{self.folder} holds an unfinished run: go on with {self.command}, or start over with --overwrite"
-            )
+            ways = f"go on with {self.command}, or start over with --overwrite"
+            raise ArtifactError(f"{self.folder} holds an unfinished run: {ways}")
 
     def _hold(self) -> None:
         try:
@@ -156,8 +156,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             with suppress(OSError):
                 (self.folder / LOCK).unlink()  # while it is held: nobody else can mistake it for theirs
             self._lock.release()
-
-    # ---- from the first file to the last
 
     def begin(self, settings: bytes) -> None:
         """Take the folder, once all that can be checked beforehand was checked."""
@@ -243,12 +241,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             if path.name != LOCK:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
-    def _remove(self) -> None:
-        with suppress(OSError):
-            self._clear()
-        self._let_go()
-        _remove_empty(self._made)
-
 
 def _missing(folder: Path) -> list[Path]:
     """The folder and its parents that are not there yet, the deepest first."""
@@ -259,9 +251,6 @@ def _remove_empty(folders: Sequence[Path]) -> None:
     for path in folders:
         with suppress(OSError):
             path.rmdir()
-
-
-# ---- a folder at once
 
 
 @contextmanager

@@ -23,7 +23,7 @@ KEPT = "finished jobs are kept, the same command goes on"
 LAUNCHERS = {"local": ("jobs",), "ray": ("jobs", "address", "cpus")}
 """Where jobs run besides this process, with the options of each."""
 Hand = Any
-"""A pool's name for one of its workers; hashable."""
+"""One worker of a pool."""
 
 
 class Planned(Protocol):
@@ -36,54 +36,20 @@ class Planned(Protocol):
     def job(self) -> Any: ...
 
 
-class Pool(Protocol):
-    """Workers of one kind; `retries` is how often a job is given away again after its worker was lost."""
-
-    retries: int
-
-    @property
-    def sharing(self) -> int:
-        """How many workers share a device."""
-        ...
-
-    def room(self, busy: int) -> bool:
-        """Room for one more worker beside `busy` others; raises where none ever will be."""
-        ...
-
-    def hire(self) -> Hand:
-        """Start a worker."""
-
-    def give(self, hand: Hand, job: Any) -> None:
-        """Hand it a job; each has one at a time."""
-
-    def answers(self) -> Iterator[tuple[Hand, Answer]]:
-        """Answers that came within a second; workers that answered :class:`Lost` are forgotten."""
-        ...
-
-    def dismiss(self, hand: Hand) -> None:
-        """A worker without a job ends."""
-
-    def close(self) -> None:
-        """All workers end at once."""
+Pool = Processes | cluster.Cluster
+"""Workers of one kind."""
 
 
 class Spread:
-    """Hands out the jobs of a plan.
+    """Hands out the jobs of a plan, in units that stay together, and closes the pool at the end, whatever happens.
 
-    Args:
-        units: Jobs that belong together, in their order.
-        pool: Closed at the end, whatever happens.
-        book: Keeps what finished jobs give, at once.
-        report: Called with a line about an error that does not end the others.
+    The book keeps what finished jobs give, at once; `report` is called with errors that do not end the others.
     """
 
     def __init__(
-        self,
-        units: Iterable[Sequence[Any]],
-        pool: Pool,
-        book: Book,
+        self, units: Iterable[Sequence[Any]], pool: Pool, book: Book,
         report: Callable[[str], None] = lambda text: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.pool, self.book, self.report = pool, book, report
         self.waiting = deque(map(deque, units))
         self.running: dict[Hand, deque[Planned]] = {}

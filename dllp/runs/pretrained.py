@@ -49,9 +49,8 @@ def start(network: nn.Module, path: Path) -> list[str]:
         check_finite(path, name, value, infinite=name not in learned)
         fitting[name] = value
     if stored:
-        raise ArtifactError(
-            f"{path} has a tensor {min(stored)!r} that the network lacks: it belongs to another network"
-        )
+        lacking = f"{path} has a tensor {min(stored)!r} that the network lacks"
+        raise ArtifactError(f"{lacking}: it belongs to another network")
     for name, value in fitting.items():  # when all is known to fit: a network is never half filled
         targets[name].copy_(value)
     return [f"the last layer ({', '.join(fresh)}) does not fit {path}: it starts new"] if fresh else []

@@ -59,9 +59,6 @@ class Run:
     info: dict[str, Any]
 
 
-# ---- writing
-
-
 def write_networks(folder: Path, particles: Sequence[ExtractedParticle], gates: dict[str, Tensor]) -> None:
     """The extracted networks and the gates."""
     for k, particle in enumerate(particles):
@@ -92,9 +89,6 @@ def write_settings(folder: Path, config: Config, model: str, data: str | None) -
     task = Task(model=model, data=data or Task.data).anchored()
     left_out = () if data else ("data",)
     files.write_bytes(folder / SETTINGS, settings.write(task, config, left_out))
-
-
-# ---- reading
 
 
 def read_run(folder: Path) -> Run:
@@ -143,15 +137,11 @@ def read(folder: Path, model: nn.Module) -> dict[str, Any]:
         original = copied(model).cpu().eval()
         read_network(member(folder, DENSE_FILE), original)
     known = run.info.get("data")
-    return {
-        "original": original,
-        "shape": tuple(known.get("shape", ())) if isinstance(known, dict) else (),
-        "config": Config.from_dict(run.config),
-        "particles": particles,
-        "gates": gates,
-        "history": [record.as_dict() for record in run.history],
-        **{name: getattr(run, name) for name in ("dense", "sizes", "widths", "whole", "info")},
-    }
+    shape = tuple(known.get("shape", ())) if isinstance(known, dict) else ()
+    history = [record.as_dict() for record in run.history]
+    same = {name: getattr(run, name) for name in ("dense", "sizes", "widths", "whole", "info")}
+    read = {"original": original, "shape": shape, "particles": particles, "gates": gates, "history": history}
+    return {"config": Config.from_dict(run.config), **read, **same}
 
 
 def _read_gates(folder: Path, particles: int, numbers: int) -> dict[str, Tensor]:

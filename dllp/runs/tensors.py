@@ -98,9 +98,6 @@ def _tensors(path: Path, file: Any) -> dict[str, Tensor]:
     return tensors
 
 
-# ---- networks
-
-
 def write_network(path: Path, network: nn.Module, gated: tuple[str, ...] = ()) -> None:
     """A state dict; tensors named in `gated` as the positions and values of what is not zero."""
     tensors: dict[str, Tensor] = {}

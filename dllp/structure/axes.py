@@ -69,8 +69,6 @@ class Trace:
         writes: Modules that make an axis, and its label.
         averages: Means over axes, in modules whose statistics can be gated.
         aligned: Axes of which kernels take multiples of `ALIGNED` only.
-        calls: Names of the modules that were called, and how often.
-        unknown: Operations without a rule.
         attributes: Sizes that forwards took from attributes of modules.
     """
 
@@ -81,13 +79,6 @@ class Trace:
     writes: list[tuple[str, Label]] = field(default_factory=list)
     averages: list[Average] = field(default_factory=list)
     aligned: list[Label] = field(default_factory=list)
-    calls: dict[str, int] = field(default_factory=dict)
-    unknown: set[str] = field(default_factory=set)
-
-    @property
-    def total(self) -> float:
-        """Multiply-accumulates."""
-        return float(sum(_macs(product) for product in self.products))
 
     def macs(self, model: nn.Module) -> dict[str, float]:
         """Multiply-accumulates of the modules that multiply by a weight of their own, in the order of execution."""
@@ -135,7 +126,6 @@ class Axes(TorchDispatchMode):
         try:
             apply(self, call)
         except (Unknown, AttributeError, LookupError, TypeError, ValueError):  # no rule, or a use it does not know
-            self.trace.unknown.add(name)
             for tensor in call.tensors:
                 for label in self.label(tensor):
                     freeze(label, MIXED.format(name))
@@ -191,14 +181,6 @@ class Axes(TorchDispatchMode):
         if written is not None and (name is not None or written != [()]):
             self.trace.writes.append((self.where, written))
 
-    def write(self, label: Label) -> None:
-        """The current module makes an axis."""
-        self.trace.writes.append((self.where, label))
-
-    def align(self, *labels: Label) -> None:
-        """A kernel asks for rows of whole 16 bytes."""
-        self.trace.aligned += labels
-
     def average(self, label: Label, axis: int) -> None:
         """The current module takes a mean over an axis."""
         if self.leaf[self.where]:
@@ -209,7 +191,6 @@ class Axes(TorchDispatchMode):
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.stack.append(name)
         self.trace.attributes.counts[name] = 0
-        self.trace.calls[name] = self.trace.calls.get(name, 0) + 1
         if isinstance(module, _NormBase) and not module.affine and not module.track_running_stats and args:
             # it has no tensor that tells, and warns of a number of features that is not its own
             self.trace.attributes.sizes[name, "num_features", 0] = [self.label(args[0])[1]]

@@ -333,9 +333,6 @@ class _Reader:
         return RETURNS + json.dumps(found if several else found[0])
 
 
-# ---- removal
-
-
 class NoBranch:
     """The forward of an emptied module: zeros in the shape of the first tensor that it is given.
 

@@ -124,14 +124,12 @@ def grids(structure: Structure) -> list[list[int]]:
     for case in cases:
         for axis, size in enumerate(structure.sizes.expected(hard(structure, case)).round().int().tolist()):
             found[axis].add(size)
-    return [_thinned(sorted(sizes - {0})) for sizes in found]
-
-
-def _thinned(values: list[int]) -> list[int]:
-    """At most `POINTS` + 1 of the values, the first and the last among them."""
-    if len(values) <= POINTS + 1:
-        return values
-    return [values[round(i * (len(values) - 1) / POINTS)] for i in range(POINTS + 1)]
+    result = []
+    for sizes in found:
+        values = sorted(sizes - {0})
+        chosen = {round(i * (len(values) - 1) / POINTS) for i in range(POINTS + 1)}  # the first and the last among them
+        result.append([values[i] for i in sorted(chosen)])
+    return result
 
 
 def hard(structure: Structure, counts: dict[int, int]) -> Tensor:

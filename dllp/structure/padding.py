@@ -38,14 +38,7 @@ def closing_fold(network: nn.Module, structure: Structure, wide: Tensor, keep: T
 
 
 def padded(model: nn.Module, structure: Structure, keep: Tensor, multiple: int) -> tuple[nn.Module, float]:
-    """The cut network with dead channels up to a multiple, its outputs unchanged; and its multiply-accumulates.
-
-    Args:
-        model: M_0, a particle in its full shape.
-        structure: Its groups.
-        keep: (U,) bool.
-        multiple: Widths of groups that lost channels become multiples of this, or whole again; not under a norm.
-    """
+    """M_0 cut to `keep` (U,), dead channels added up to a multiple, its outputs unchanged; and its MACs."""
     wide = widened(structure, keep, padding_steps(structure, multiple))
     network = cut(model, recipe(model, structure.groups, wide))
     fold_in(network, *closing_fold(network, structure, wide, keep))

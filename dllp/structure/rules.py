@@ -359,7 +359,7 @@ def pixel_shuffle(trace: Axes, call: Call) -> None:
 def embedding(trace: Axes, call: Call) -> None:
     rows, columns = trace.label(call["weight"])
     freeze(rows, "a row for each word")
-    trace.write(columns)
+    trace.trace.writes.append((trace.where, columns))
     trace.set(call.out, [*trace.label(call["indices"]), columns])
 
 
@@ -457,7 +457,7 @@ def grouped_mm(trace: Axes, call: Call) -> None:
     left, right = trace.label(a), trace.label(b)
     freeze(right[0], "an expert is chosen by its number")
     trace.contract((a, b), (left[1], right[1]))
-    trace.align(right[1], right[2])
+    trace.trace.aligned += right[1:]  # the kernel asks for rows of whole 16 bytes
     trace.multiply(b, right[2], [left[0], left[1], right[2]])
     trace.set(call.out, [left[0], right[2]])
 

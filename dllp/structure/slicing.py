@@ -285,7 +285,7 @@ def _checked(name: str, module: nn.Module, entries: Mapping[str, list[int]]) -> 
             continue
         tensor, _, axis = entry.rpartition(".")
         if tensor:
-            shape = _own(module).get(tensor, torch.empty(())).shape
+            shape = getattr({**module._parameters, **module._buffers}.get(tensor), "shape", ())
             size = shape[int(axis)] if axis.isdecimal() and int(axis) < len(shape) else 0
         else:
             size = sizes.get(entry, 0)
@@ -294,15 +294,8 @@ def _checked(name: str, module: nn.Module, entries: Mapping[str, list[int]]) -> 
             raise StructureError(f"the recipe of {name!r}, {what}, must list channels of 0..{size - 1} in order")
         parts = 1 if tensor or is_depthwise(module) else getattr(module, "groups", 1)
         if len(torch.bincount(result[entry] // (size // parts), minlength=parts).unique()) > 1:
-            raise StructureError(
-                f"the recipe of {name!r}, side {entry!r}, must keep equally many of its {parts} groups"
-            )
+            raise StructureError(f"the recipe of {name!r}, side {entry!r}, must keep equally many of {parts} groups")
     return result
-
-
-def _own(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers that belong to a module itself."""
-    return {name: t for held in (module._parameters, module._buffers) for name, t in held.items() if t is not None}
 
 
 def _replace(module: nn.Module, name: str, value: Tensor) -> None:
@@ -393,7 +386,7 @@ def _cut_weight(module: nn.Module, out: Tensor | None, into: Tensor | None) -> T
 def restrict(groups: Sequence[Group], keep: Tensor) -> list[Group]:
     """keep (U,) bool -> the groups of the cut network: the kept units, renumbered."""
     left, result = masks(groups, keep), []
-    for group, part in zip(groups, keep.cpu().split([group.units for group in groups]), strict=True):
+    for group, part in _pairs(groups, keep):
         units = torch.cat([part.cumsum(0) - 1, torch.tensor([-1])])  # unit -1 reads the last entry
         here = [piece for piece in group.slices if piece.key in left and part.any()]
         slices = tuple(replace(piece, unit=units[piece.unit[left[piece.key]]]) for piece in here)
@@ -532,17 +525,6 @@ def gated_outputs(model: nn.Module, groups: Sequence[Group], gates: Tensor, inpu
         return tensors(functional_call(model, weights, inputs, tie_weights=False))
     finally:
         plain_means(model)
-
-
-def difference(model: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...]) -> float | None:
-    """Largest difference of gated and cut network, relative to the largest output; None where shapes differ.
-
-    NaN counts as an infinite difference. Errors of the cut network are not caught.
-    """
-    with torch.no_grad():
-        gates = keep.to(next(model.parameters()).device, torch.float64)
-        actual = tensors(cut(model, recipe(model, groups, keep))(*inputs))
-        return gap(actual, gated_outputs(model, groups, gates, inputs))
 
 
 def gap(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float | None:

@@ -289,7 +289,6 @@ def _random_inputs(exact: nn.Module, inputs: tuple[Any, ...], draw: int) -> tupl
         with torch.no_grad(), exactly():
             exact(*result)
     except Exception as error:
-        raise StructureError(
-            f"the network cannot run in float64, which verification needs: {first_line(error)}"
-        ) from error
+        why = f"the network cannot run in float64, which verification needs: {first_line(error)}"
+        raise StructureError(why) from error
     return result

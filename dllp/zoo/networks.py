@@ -79,8 +79,6 @@ def _initialised(layers: OrderedDict[str, nn.Module]) -> nn.Sequential:
     return model
 
 
-# ---- residual networks
-
 Shortcut = Literal["zero-pad", "projection"]
 
 
