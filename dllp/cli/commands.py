@@ -76,7 +76,7 @@ def methods(args: Namespace) -> None:
     own = {"name": "dllp", "removes": "channels or weights", "year": 2023, "paper": OWN_PAPER}
     listed = [own | {"hyperparameters": {}, "published": []}]
     for method in (*METHODS.values(), *DYNAMIC.values()):
-        removes = f"{method.granularity}s" + (" by image: dllp bench only" if method.name in DYNAMIC else "")
+        removes = f"{method.granularity}s" + " by image: dllp bench only" * (method.name in DYNAMIC)
         named = {"name": method.name, "removes": removes, "year": method.year, "paper": method.paper}
         figures = [vars(figure) for figure in method.published]
         listed.append(named | {"hyperparameters": hyperparameters(method), "published": figures})

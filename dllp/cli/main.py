@@ -16,10 +16,7 @@ UNHEARD = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns 0, 2 for bad input (one line on standard error), 130 or 143 after a signal, or 141.
-
-    Of several processes under torchrun the first speaks for all.
-    """
+    """Run one command; returns 0, 2 for bad input (one line on standard error), 130 or 143 after a signal, or 141."""
     command = ""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a table must not fail for a sign that the terminal lacks

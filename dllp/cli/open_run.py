@@ -105,10 +105,7 @@ def imported(path: str) -> nn.Module:
 
 
 def check_import(task: Task, args: Namespace, whose: str, folder: Path | None = None) -> None:
-    """Raise where code would be imported because a file names it, which the user neither names nor trusts.
-
-    What is trusted for a run folder once is remembered for it.
-    """
+    """Raise where a file names code to import that the user neither names nor trusts, now or before for the folder."""
     for name in task.code:
         what, path = {"model": "network"}.get(name, name), getattr(task, name)
         known = folder is not None and settings.is_trusted(folder, path)
@@ -171,7 +168,7 @@ class StoredRun:
         known = self.info.data
         shape = tuple(shape or known.shape or (data.test.x.shape[1:] if data else ()))
         if not shape:
-            raise ConfigError(f"{self.folder} does not say what its inputs look like: give --shape, such as 3 32 32")
+            raise ConfigError(f"{self.folder} does not say what its inputs look like: give it, as in --shape 3 32 32")
         classes = known.num_classes or (data.num_classes if data else 0)
         if not classes and not self.task.is_code:
             raise ConfigError(f"{self.folder} does not say how many outputs its network has: give --model a factory")
@@ -208,16 +205,10 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def describe(data: Dataset) -> DataInfo:
     """Facts about the training data that a later evaluation needs."""
-    return DataInfo(
-        num_classes=data.num_classes,
-        in_channels=data.in_channels,
-        image_size=data.image_size,
-        shape=list(data.train.shape),
-        dtype=str(data.train.dtype).removeprefix("torch."),
-        classes=list(data.classes),
-        mean=list(data.train.mean) if data.train.mean else None,
-        std=list(data.train.std) if data.train.std else None,
-    )
+    train, dtype = data.train, str(data.train.dtype).removeprefix("torch.")
+    mean, std = (list(values) if values else None for values in (train.mean, train.std))
+    sizes = data.num_classes, data.in_channels, data.image_size
+    return DataInfo(*sizes, list(train.shape), dtype, list(data.classes), mean, std)
 
 
 def as_trained(data: Dataset, known: DataInfo) -> ArrayData:

@@ -308,10 +308,8 @@ def _bench(parser: Parser) -> None:
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("paper"):
             raise
-        raise ConfigError(
-            "dllp bench needs the package `paper`, which is in the source repository of dllp and not in its wheel: "
-            "run it in a checkout"
-        ) from None
+        where = "which is in the source repository of dllp and not in its wheel: run it in a checkout"
+        raise ConfigError(f"dllp bench needs the package `paper`, {where}") from None
     paper.add_options(parser)
 
 

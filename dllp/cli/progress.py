@@ -59,11 +59,7 @@ class Silent(AbstractContextManager["Silent"]):
 
 
 class Lines(Silent):
-    """A plain line after an epoch, for files and pipes.
-
-    Args:
-        pause: Seconds from one line to the next at least: many runs after one another would fill a file otherwise.
-    """
+    """A plain line after an epoch, for files and pipes, with a `pause` of seconds at least from one to the next."""
 
     def __init__(self, pause: float = 0.0) -> None:
         self.pause, self.last = pause, time.monotonic()
@@ -284,10 +280,7 @@ def show_evaluation(found: Evaluation, title: str) -> None:
 
 
 def _show_outside(rows: Sequence[Row], regression: bool) -> None:
-    """How well uncertainty sets out-of-distribution inputs apart.
-
-    Of a classifier by entropy, and by mutual information of several particles; of a regression by variance.
-    """
+    """How well uncertainty sets out-of-distribution inputs apart: entropy and mutual information, or variance."""
     names = {"auroc": "AUROC", "fpr95": "FPR95"}
     if not regression:
         names["auroc_mutual_information"] = "AUROC\nby information"
@@ -343,10 +336,7 @@ def show_weights(report: Mapping[str, Any]) -> None:
 
 
 def show_speed(rows: Sequence[SpeedRow], layers: Sequence[LayerTime], title: str, int8: str = "") -> None:
-    """Print what `dllp speed` measured, how much of the saved FLOPs became time, and the layers that hold it back.
-
-    A small table for each setting, then one with what does not depend on it; `int8` says how it was calibrated.
-    """
+    """Print what `dllp speed` measured, how much of the saved FLOPs became time, and the layers that hold it back."""
     settings: dict[str, list[list[str]]] = {}
     sizes: dict[str, list[str]] = {}
     for row in rows:

@@ -122,10 +122,7 @@ def load(
 
 
 def _digits() -> tuple[ArrayData, ArrayData]:
-    """(train, test) of scikit-learn's 1797 grey 8x8 digits: 1437 and 360, stratified, always the same split.
-
-    The original grey values 0..16 become uint8 by v * 255 / 16, rounded: 17 different values stay 17.
-    """
+    """(train, test) of scikit-learn's digits, 1437 and 360, stratified; grey values v of 0..16 become 255 v / 16."""
     from sklearn.datasets import load_digits
 
     values, target = load_digits(return_X_y=True)

@@ -190,10 +190,7 @@ def default_augment(x: Tensor) -> Augment:
 
 
 def holdout(data: Split, size: float | int, seed: int = 0) -> tuple[Split, Split]:
-    """(training, validation): `size` examples (int) or that fraction (float in (0, 1)), each class in proportion.
-
-    The validation part is not augmented.
-    """
+    """(training, validation without augmentation): `size` examples or that fraction, each class in proportion."""
     count = (round(size * len(data)) if 0 < size < 1 else 0) if isinstance(size, float) else size
     if not 0 < count < len(data):
         raise DataError(

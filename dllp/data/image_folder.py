@@ -95,10 +95,7 @@ def stream(splits: dict[str, Found], image_size: int, augment: Augment | None, w
 
 
 def decode(splits: dict[str, Found], size: tuple[int, int], resize: bool) -> dict[str, Any]:
-    """All images decoded into memory as RGB and normalised by the statistics of the training images.
-
-    With `resize` all are resized (bilinear) to `size`, width and height; without it all must have that size already.
-    """
+    """All images in memory as RGB of `size` (width, height), which they must have unless `resize` is given."""
     loaded: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for name, found in splits.items():
         pixels, read = _decode(found.sources, size, found.unreadable, resize)

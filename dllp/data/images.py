@@ -163,10 +163,7 @@ def random_boxes(count: int, generator: torch.Generator, height: int, width: int
 
 
 def crop_flip(images: Tensor, index: Tensor, offset: Tensor, flip: Tensor) -> Tensor:
-    """Images (N, C, H, W)[index] shifted by `offset` (B, 2) with reflection at the border, mirrored where `flip` (B,).
-
-    One gather: neither a padded copy of the data nor an intermediate image is made.
-    """
+    """Images (N, C, H, W)[index], shifted by `offset` (B, 2) with reflection, mirrored by `flip` (B,): one gather."""
     _, channels, height, width = images.shape
     device = images.device
     rows = _reflect(torch.arange(height, device=device) + offset[:, :1], height)

@@ -43,10 +43,7 @@ def cores() -> int:
 
 
 class Request(NamedTuple):
-    """Images of one batch by index (B,), and random numbers (B, DRAWS) for crops; None takes the centre of each.
-
-    The next readable image takes the place of an unreadable one.
-    """
+    """Images of one batch by index (B,), and random numbers (B, DRAWS) for crops; None takes the centre of each."""
 
     numbers: np.ndarray
     draws: np.ndarray | None = None

@@ -80,10 +80,7 @@ class StreamedData:
         self.unreadable.add((self.sources.name(number), reason) for number, reason in images)
 
     def decoded(self) -> ArrayData:
-        """The centre of every image, decoded once and for all; unreadable images are left out.
-
-        Beyond :data:`IN_MEMORY` bytes they lie in a temporary file, which the system reads as they are needed.
-        """
+        """The centre of every readable image, decoded once; beyond :data:`IN_MEMORY` bytes in a temporary file."""
         size = self.image_size
 
         def decode(i: int) -> np.ndarray:

@@ -295,9 +295,9 @@ def packed(
     program: torch.export.ExportedProgram, format: Format, outputs: Sequence[str] = ("output",),
     names: Sequence[str] = (INPUT,),
 ) -> bytes:  # fmt: skip
-    """A graph as the content of an ONNX or pt2 file; PyTorch's own writing of files aborts on a full disk.
+    """A graph as the content of an ONNX or pt2 file, without places in source code, which tell of the machine.
 
-    Places of its operations in source code are left out: they tell of the machine that wrote it.
+    PyTorch's own writing of files aborts on a full disk.
     """
     with _quiet(), _one_line():
         if format == "pt2":

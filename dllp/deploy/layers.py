@@ -154,12 +154,16 @@ def _kernel_places(path: Path) -> dict[str, int]:
     return places | {name + BLOCKED: place for name, place in gives.items()}
 
 
+def _plain_name(event: str) -> str:
+    """A kernel's name without onnxruntime's prefix and suffix."""
+    return re.sub(r"(_token_\d+)?_kernel_time$", "", event).removeprefix("fused ")
+
+
 def kernel_events(path: Path, feed: dict[str, Any], runs: int, threads: int = 1) -> Iterator[tuple[str, float]]:
     """Plain name and seconds of each kernel of a convolution or matrix product, in `runs` runs after a first one."""
     for event in _profile(path, feed, runs, threads):
         if event["name"].endswith("_kernel_time") and event.get("args", {}).get("op_name") in (*CONVOLUTIONS, "MatMul"):
-            name = re.sub(r"(_token_\d+)?_kernel_time$", "", event["name"])
-            yield name.removeprefix("fused "), event["dur"] * 1e-6
+            yield _plain_name(event["name"]), event["dur"] * 1e-6
 
 
 def _profile(path: Path, feed: dict[str, Any], runs: int, threads: int = 1) -> list[dict[str, Any]]:

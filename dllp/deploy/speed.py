@@ -150,18 +150,16 @@ def advice(rows: Sequence[Row]) -> str:
     row = headline(rows)
     if row is None:
         return ""
-    setting = (row.runtime, row.device, row.threads, row.batch)
-    others = [r for r in rows if (r.runtime, r.device, r.threads, r.batch) == setting and r.network.startswith(PRUNED)]
-    gains = {r.network.rpartition(", ")[2]: row.median / r.median for r in others if r is not row}
-    padded_to = next((name for name in gains if name.startswith("padded")), "")
-    rounded_to = next((name for name in gains if name.startswith("rounded")), "")
+    gains, multiple = {"padded": 0.0, "rounded": 0.0}, ""
+    for other in rows:
+        if describe(other) == describe(row) and other.network.startswith(f"{PRUNED}, "):
+            way, _, multiple = other.network.removeprefix(f"{PRUNED}, ").partition(" to ")
+            gains[way] = row.median / other.median
     found = []
-    if gains.get(padded_to, 0) >= NOTICED:
-        found.append(
-            f"exported with --pad-to {padded_to.split()[-1]} it gives the same answers {gains[padded_to]:.2f}x as fast"
-        )
-    if gains.get(rounded_to, 0) >= max(NOTICED, NOTICED * gains.get(padded_to, 0)):
-        found.append(f"a run with --round-to {rounded_to.split()[-1]} gives a network {gains[rounded_to]:.2f}x as fast")
+    if gains["padded"] >= NOTICED:
+        found.append(f"exported with --pad-to {multiple} it gives the same answers {gains['padded']:.2f}x as fast")
+    if gains["rounded"] >= max(NOTICED, NOTICED * gains["padded"]):
+        found.append(f"a run with --round-to {multiple} gives a network {gains['rounded']:.2f}x as fast")
     if found:
         return f"odd numbers of channels hold it back: {'; '.join(found)}"
     if row.share is not None and row.share < 0.5:
@@ -186,10 +184,10 @@ def truth(rows: Sequence[Row], layers: Sequence[LayerTime]) -> str:
 
 def compared(rows: Sequence[Row]) -> list[Row]:
     """The rows with their gain over the dense network of the same setting."""
-    dense = {(r.runtime, r.device, r.threads, r.batch): r for r in rows if r.network == DENSE}
+    dense = {describe(row): row for row in rows if row.network == DENSE}
     result = []
     for row in rows:
-        base = dense.get((ONNX if row.runtime == INT8 else row.runtime, row.device, row.threads, row.batch))
+        base = dense.get(describe(replace(row, runtime=ONNX) if row.runtime == INT8 else row))
         if base is not None and row is not base:
             saved = 1 - row.macs / base.macs
             share = (1 - row.median / base.median) / saved if saved > 0 and row.runtime != INT8 else None
@@ -210,10 +208,7 @@ def describe(row: Row) -> str:
 
 
 def headline(rows: Sequence[Row]) -> Row | None:
-    """The row to quote: the pruned network in the largest batch on the fewest threads.
-
-    In onnxruntime where that was measured: the layers are timed there, too, and both must fit.
-    """
+    """The row to quote: the pruned network in the largest batch on the fewest threads, best in onnxruntime."""
     found = [row for row in rows if row.network == PRUNED and row.speedup is not None and row.runtime != INT8]
     return min(found, key=lambda row: (row.device != "cpu", row.threads, -row.batch, row.runtime != ONNX), default=None)
 

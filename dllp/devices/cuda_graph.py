@@ -17,12 +17,9 @@ SHAPES = 8
 
 
 class Capture:
-    """Calls `step(x, y)`; on CUDA the call is captured once for each key and shape, and replayed.
+    """Calls `step(x, y)` on batches of any structure; on CUDA captured once for each key and shape, and replayed.
 
-    Both may be batches of any structure (:mod:`dllp.devices.trees`).
-
-    Attributes:
-        state: `eager`, `graph`, or `eager (reason)` where capturing failed.
+    `state` is `eager`, `graph`, or `eager (reason)` where capturing failed.
     """
 
     def __init__(

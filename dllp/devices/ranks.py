@@ -72,10 +72,7 @@ class Ranks:
                 raise error
 
     def lines(self, particles: int, parallel: Parallel) -> int:
-        """Size of the particles' axis; the processes along the other axis share each batch.
-
-        `both` spreads the particles as far as they divide. A single network can share its batches only.
-        """
+        """Size of the particles' axis: `both` spreads them as far as they divide; the other axis shares batches."""
         world = self.world.size
         if parallel == "particles" and particles > 1 and particles % world:
             raise ConfigError(

@@ -219,11 +219,9 @@ def classified(members: Tensor, labels: Tensor) -> dict[str, float]:
     values = metrics.summary(found.mean, labels) | {"aleatoric": float(found.aleatoric.mean())}
     values |= likelihood.fitted(values["brier"] / exact.shape[2], exact.shape[2])
     if len(exact) > 1 and found.mutual_information is not None:
-        values |= {
-            "epistemic": float(found.epistemic.mean()),
-            "mutual_information": float(found.mutual_information.mean()),
-            "disagreement": metrics.disagreement(exact),
-        }
+        values["epistemic"] = float(found.epistemic.mean())
+        values["mutual_information"] = float(found.mutual_information.mean())
+        values["disagreement"] = metrics.disagreement(exact)
     return values
 
 

@@ -60,10 +60,7 @@ def confidence(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def selective_risk(confidence: Tensor, correct: Tensor) -> Tensor:
-    """(B,), (B,) -> (B,) error rates of the k most confident inputs, k = 1..B.
-
-    Equally confident inputs share their errors, so that their order has no effect.
-    """
+    """(B,), (B,) -> (B,) error rates of the k most confident inputs; equally confident ones share their errors."""
     _, group = confidence.unique(return_inverse=True)
     count = torch.bincount(group)
     shared = torch.zeros(len(count), dtype=torch.float64).index_add_(0, group, (~correct).double()) / count
@@ -158,15 +155,8 @@ def nll_after_temperature(logits: Tensor, labels: Tensor, seed: int = 0) -> floa
 def summary(probabilities: Tensor, labels: Tensor) -> dict[str, float]:
     """Every single-number metric of a classifier's predictions."""
     p, y = _checked(probabilities, labels)
-    result = {
-        "accuracy": accuracy(p, y),
-        "nll": nll(p, y),
-        "brier": brier(p, y),
-        "ece": ece(p, y),
-        "signed_ece": signed_ece(p, y),
-        "aurc": aurc(p, y),
-        "entropy": float(class_entropy(p).mean()),
-    }
+    result = {metric.__name__: metric(p, y) for metric in (accuracy, nll, brier, ece, signed_ece, aurc)}
+    result["entropy"] = float(class_entropy(p).mean())
     if len(y) > 1:
         result["nll_after_temperature"] = nll_after_temperature(p.clamp_min(SMALLEST).log(), y)
     return result

@@ -98,10 +98,7 @@ def study(parts: Mapping[str, Mapping[str, Array]], reference: Mapping[str, Arra
 
 
 def tails(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Layer -> part -> statistics -> the Pareto index k of each layer's kept weights beside h / std of equation 8.
-
-    None where no layer has a fit.
-    """
+    """The Pareto index k of each layer's kept weights beside h / std of equation 8; None where no layer has a fit."""
     found = {
         name: (parts["kept"]["fits"]["pareto"]["parameters"]["k"], parts["before"]["std"])
         for name, parts in layers.items()

@@ -97,9 +97,11 @@ class Run(result.Run):
 def brief(result: Result) -> Speed:
     """A brief look at times: PyTorch, one thread; `dllp speed` looks longer and at more."""
     shape = input_shape(result.model, result.shape)
-    both = speed.subjects(result, shape, round_to=1)
-    layers = speed.torch_layers(*both, shape, batch=LAYER_BATCH, runs=3) if result.particles[0].recipe else []
-    return Speed(speed.measure_torch(both, shape), layers, "a brief look in PyTorch; dllp speed measures more")
+    dense, pruned = speed.subjects(result, shape, round_to=1)
+    cut = result.particles[0].recipe
+    layers = speed.torch_layers(dense, pruned, shape, batch=LAYER_BATCH, runs=3) if cut else []
+    rows = speed.measure_torch([dense, pruned], shape)
+    return Speed(rows, layers, "a brief look in PyTorch; dllp speed measures more")
 
 
 def read(folder: Path) -> Run:

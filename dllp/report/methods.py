@@ -54,10 +54,7 @@ def timed(run: Run) -> dict[str, SpeedRow]:
 
 
 def summary(runs: Sequence[dict[str, Any]], dense: str) -> list[dict[str, Any]]:
-    """Runs with `row`, `seed` and figures or an `error` -> a row for each method and budget: mean and deviation.
-
-    The time of the row `dense` is what was measured beside the others.
-    """
+    """Runs with `row`, `seed` and figures or an `error` -> a row for each method and budget: means and deviations."""
     found = []
     for row in dict.fromkeys(run["row"] for run in runs):
         own = [run for run in runs if run["row"] == row]

@@ -62,12 +62,7 @@ def table(heads: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "", *, space: str = " ") -> str:
-    """A Markdown table.
-
-    Args:
-        align: `l` or `r` for each column; by default the first to the left, all others to the right.
-        space: Around the dashes below the head.
-    """
+    """A Markdown table; `align` is l or r for each column (the first left by default), `space` is around dashes."""
     align = align or "l" + "r" * (len(head) - 1)
     rule = "|".join(space + {"l": "---", "r": "---:"}[side] + space for side in align)
     head_line, *lines = ("| " + " | ".join(cells) + " |" for cells in (head, *rows))

@@ -172,8 +172,7 @@ def interrupt(number: int) -> None:
 class Signals(AbstractContextManager["Signals"]):
     """Within the block the first SIGTERM or SIGINT calls `stop` with its number; a second one kills.
 
-    Attributes:
-        stop: :func:`interrupt`, or what ends a training after its present step while there is one.
+    While a training runs, `stop` ends it after its present step.
     """
 
     def __init__(self) -> None:

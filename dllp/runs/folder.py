@@ -255,10 +255,7 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 
 @contextmanager
 def new_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary folder beside `folder` that takes its place when the block ends well, and is gone otherwise.
-
-    Only a run folder or an empty one is ever replaced.
-    """
+    """A temporary folder that takes the place of `folder`, empty or a run, when the block ends well; gone otherwise."""
     holds_run = (folder / RUN).exists()
     if holds_run and not overwrite:
         raise ArtifactError(HOLDS_RUN.format(folder))

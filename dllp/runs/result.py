@@ -15,17 +15,7 @@ from dllp.config import Config
 from dllp.errors import ArtifactError, ConfigError, StructureError
 from dllp.records import EpochRecord, ExtractedParticle, Recipe, Size
 from dllp.runs import settings
-from dllp.runs.folder import (
-    CHECKPOINTS,
-    DENSE_FILE,
-    GATES,
-    RUN,
-    SETTINGS,
-    RunFolder,
-    member,
-    particle_file,
-    reference_file,
-)
+from dllp.runs.folder import DENSE_FILE, GATES, RUN, SETTINGS, RunFolder, member, particle_file, reference_file
 from dllp.runs.settings import Task
 from dllp.runs.tensors import read_network, read_tensors, write_network, write_tensors
 from dllp.structure.slicing import copied, cut
@@ -72,16 +62,9 @@ def write_run(
     **rest: Any,
 ) -> None:  # fmt: skip
     """run.json, the last file: where it is, a run is finished. `rest` are its other fields: history, widths, ..."""
-    run = {
-        "format": FORMAT,
-        "config": config.as_dict(),
-        "recipes": [particle.recipe for particle in particles],
-        "gated": list(particles[0].gated),
-        "dense": vars(dense),
-        "sizes": [vars(size) for size in sizes],
-        **rest,
-    }
-    files.write_json(folder / RUN, run)
+    run = {"format": FORMAT, "config": config.as_dict(), "recipes": [particle.recipe for particle in particles]}
+    run |= {"gated": list(particles[0].gated), "dense": vars(dense), "sizes": [vars(size) for size in sizes]}
+    files.write_json(folder / RUN, run | rest)
 
 
 def write_settings(folder: Path, config: Config, model: str, data: str | None) -> None:
@@ -95,9 +78,10 @@ def read_run(folder: Path) -> Run:
     """The run.json of a finished run, every field checked."""
     if not folder.is_dir():
         raise ArtifactError(f"{folder} is not a folder: give the folder of a finished run")
-    if not (folder / RUN).is_file() and (folder / CHECKPOINTS).is_dir():
-        raise ArtifactError(f"{folder} holds an unfinished run: finish it with {RunFolder(folder).command}")
-    if not (folder / RUN).is_file():
+    held = RunFolder(folder)
+    if not held.finished and held.unfinished:
+        raise ArtifactError(f"{folder} holds an unfinished run: finish it with {held.command}")
+    if not held.finished:
         raise ArtifactError(f"{folder} holds no {RUN}: it is not the folder of a finished run")
     path = member(folder, RUN)
     found = files.read_json(path)

@@ -229,19 +229,10 @@ def divided(label: Label, sizes: Sequence[int]) -> list[Label] | None:
 
 def mask(label: Label, keep: Mapping[Atom, Tensor]) -> Tensor:
     """bool (size,): the positions of an axis that remain, given the kept indices (atom.size,) of atoms."""
-    return torch.cat([_segment_mask(segment, keep) for segment in label])
-
-
-def _segment_mask(segment: Segment, keep: Mapping[Atom, Tensor]) -> Tensor:
-    result = torch.ones(1, dtype=torch.bool)
-    for atom in segment:
-        atom = atom.find()
-        if atom.parts:
-            found = [_segment_mask((part,), keep) for part in atom.parts]
-            inner = torch.cat(found) if atom.summed else _segment_mask(tuple(atom.parts), keep)
-        else:
-            inner = keep.get(atom, torch.ones(atom.size, dtype=torch.bool))
-        result = (result[:, None] & inner).flatten()
+    result = torch.ones(sum(map(size_of, label)), dtype=torch.bool)
+    for atom in keep.keys() & set(leaves(label)):
+        index = indices(label, atom)
+        result &= (index < 0) | keep[atom][index]
     return result
 
 

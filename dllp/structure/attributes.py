@@ -105,7 +105,7 @@ class Attributes(TorchFunctionMode):
     def _repeats(self, query: Tensor, key: Tensor) -> None:
         """Queries share keys: forwards that are given a mask repeat keys by an attribute, which this call did without.
 
-        It is one of the module's that has this size in all modules of its class (a number of layers has not).
+        It is the one that has this size in all modules of the class (a number of layers has not).
         """
         times = query.shape[1] // key.shape[1]
         found = divided(self.labels(query)[1], [key.shape[1], times]) if 1 < times < query.shape[1] else None

@@ -44,11 +44,7 @@ ZERO_AT_ZERO = COPIES | frozenset(
 
 @dataclass(frozen=True)
 class Branch:
-    """A residual branch: parameters of its last affine maps, and the modules that go with it.
-
-    Attributes:
-        gone: {module: the entry of a recipe that says what it becomes}.
-    """
+    """A residual branch: parameters of its last affine maps, and {module: its recipe entry} of what goes with it."""
 
     name: str
     parameters: tuple[str, ...]
@@ -336,9 +332,8 @@ class _Reader:
 class NoBranch:
     """The forward of an emptied module: zeros in the shape of the first tensor that it is given.
 
-    Args:
-        returns: 0 for these zeros, None, or the argument of that name or number; a list of them for a tuple.
-        layer: Number of an attention's layer in a cache of keys and values.
+    `returns` is 0 for these zeros, None, the argument of a name or number, or a list for a tuple; `layer` the number of
+    an attention's layer in a cache of keys and values.
     """
 
     def __init__(self, returns: Any, layer: int | None) -> None:
@@ -378,10 +373,7 @@ def check_removal(name: str, entry: str, rest: list[int]) -> None:
 
 
 def remove(model: nn.Module, name: str, entry: str) -> None:
-    """Take a module out of a network, in place; `entry` says what it becomes.
-
-    A plain layer is replaced by one of PyTorch's own. What is called with several arguments stays, without tensors.
-    """
+    """Replace a plain layer in place as `entry` says; what is called with several arguments stays, without tensors."""
     path, _, leaf = name.rpartition(".")
     parent, old = model.get_submodule(path), model.get_submodule(name)
     if isinstance(parent, nn.TransformerEncoderLayer):

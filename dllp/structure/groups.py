@@ -48,10 +48,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A product that can be timed alone: its layer, what it computes, and the axes of its inputs and outputs.
-
-    The size of its axis `branch` is 1, or 0 where a residual branch is gone with it.
-    """
+    """A product that can be timed alone: layer, form, axes of inputs, outputs and branch (size 0 where gone)."""
 
     layer: str
     form: Form

@@ -17,10 +17,7 @@ from dllp.structure.slicing import Fold, Recipe, cut, fold_in, kept_indices, rec
 
 
 def widened(structure: Structure, keep: Tensor, steps: Sequence[int], priority: Tensor | None = None) -> Tensor:
-    """(U,) bool: the kept units and as many more as make each group a multiple of its step in `steps`, or whole.
-
-    Units are added in descending order of `priority` (U,), by default in the order of their indices.
-    """
+    """(U,) bool: the kept units, and more in descending `priority` (U,) until each group has a multiple of its step."""
     counts = [-(-int(keep[part].sum()) // step) * step for part, step in zip(structure.slices, steps, strict=True)]
     return _with_counts(structure, keep, counts, priority)
 

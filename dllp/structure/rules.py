@@ -197,22 +197,14 @@ def view(trace: Axes, call: Call) -> None:
     trace.set(out, result)
 
 
-@rule("t")
-def t(trace: Axes, call: Call) -> None:
-    trace.set(call.out, trace.label(call["self"])[::-1])
-
-
-@rule("permute")
-def permute(trace: Axes, call: Call) -> None:
-    labels = trace.label(call["self"])
-    trace.set(call.out, [labels[d] for d in call["dims"]])
-
-
-@rule("transpose")
-def transpose(trace: Axes, call: Call) -> None:
+@rule("t", "permute", "transpose")
+def reorder(trace: Axes, call: Call) -> None:
     labels = list(trace.label(call["self"]))
-    a, b = call["dim0"], call["dim1"]
-    labels[a], labels[b] = labels[b], labels[a]
+    if call.name == "permute":
+        labels = [labels[d] for d in call["dims"]]
+    else:
+        a, b = (0, -1) if call.name == "t" else (call["dim0"], call["dim1"])
+        labels[a], labels[b] = labels[b], labels[a]
     trace.set(call.out, labels)
 
 

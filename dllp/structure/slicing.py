@@ -122,10 +122,7 @@ def side_sizes(module: nn.Module) -> dict[Side, int]:
 
 
 def masks(groups: Sequence[Group], keep: Tensor) -> dict[tuple[bool, str, int], Tensor]:
-    """keep (U,) bool, groups concatenated in order -> what remains of every axis, bool (size,), by its slices' key.
-
-    Nothing remains of the modules that closed branches remove.
-    """
+    """keep (U,) bool -> what remains of every axis, bool (size,), by its slices' key; nothing of removed branches."""
     result: dict[tuple[bool, str, int], Tensor] = {}
     pairs, gone = _pairs(groups, keep), removed(groups, keep)
     for group, part in pairs:
@@ -224,10 +221,7 @@ def _forget(model: nn.Module) -> None:
 
 
 def cut(model: nn.Module, recipe: Recipe, *, shared: bool = False) -> nn.Module:
-    """A deep copy with only what `recipe` keeps of each module; the model itself is left unchanged.
-
-    With `shared` parameters that lose nothing stay in the model's own memory.
-    """
+    """A deep copy with what `recipe` keeps; with `shared`, parameters that lose nothing stay in the model's memory."""
     result = copied(model, shared=shared)
     modules = dict(result.named_modules())
     for name, entries in recipe.items():
@@ -474,11 +468,9 @@ def _lay(vectors: list[Tensor], unit: Tensor, offset: int, total: int) -> None:
 
 
 class WeightFold:
-    """Gates of single weights, multiplied into the named parameters one after the other.
+    """Gates of single weights, multiplied into parameters of the given shapes one after the other.
 
-    Args:
-        shapes: Shape of each gated parameter, by its name.
-        channels_last: Names of those whose gates are in the order of channels-last memory.
+    Parameters in `channels_last` have gates in the order of channels-last memory.
     """
 
     def __init__(self, shapes: Mapping[str, torch.Size], channels_last: Container[str] = ()) -> None:

@@ -92,11 +92,11 @@ def verify(model: nn.Module, groups: Sequence[Group], keep: Tensor, example: Ten
         exact, worst = trainable_copy(model).double(), 0.0
         for draw in range(DRAWS):
             values = _random_inputs(copied(exact, shared=True), inputs, draw)
-            found, heard = compare(exact, groups, keep, values, sensitive=True)
+            found, tested = compare(exact, groups, keep, values, sensitive=True)
             if found.value > TOLERANCE:
                 raise StructureError(f"the channels cannot be pruned safely: {found.message}; {WEIGHTS_INSTEAD}")
             worst = max(worst, found.value)
-            if any(heard):
+            if any(tested):
                 break
     return worst
 
@@ -173,20 +173,17 @@ class _Trials:
         for draw in range(DRAWS):
             exact, values = self._draw(draw)
             keep = torch.cat([self._some(group, (g + draw) % 2 == 0) for g, group in enumerate(groups)])
-            found, heard = compare(exact, groups, keep, values, sensitive=bool(untested), training=draw == 0)
+            found, tested = compare(exact, groups, keep, values, sensitive=bool(untested), training=draw == 0)
             gaps.append(found)
             if found.value > TOLERANCE:
                 break
-            untested -= {g for g, tested in enumerate(heard) if tested}
+            untested -= {g for g, one in enumerate(tested) if one}
             if draw and not untested:
                 break
         return max(gaps)
 
     def _some(self, group: Group, closed: bool) -> Tensor:
-        """(units,) bool: between a quarter and all but one; other shares in other groups, lest equal parts hide.
-
-        A branch is open or `closed`, in turns: where it is closed nothing is heard of the groups inside it.
-        """
+        """(units,) bool: a random share of a group, another in each; a branch is open or `closed`, in turns."""
         units = group.units
         if group.gone:
             return torch.tensor([not closed])

@@ -150,8 +150,8 @@ class Bottleneck(nn.Module):
 class _ResNet(nn.Sequential):
     """Stem, `depths[i]` blocks in stage i, global pool and classifier.
 
-    A block is made from its numbers of input and output channels and its stride. The first stage gives `out` channels;
-    every later one gives twice as many as the stage before, and halves the sides of the images.
+    `make` takes a block's input and output channels and its stride. The first stage gives `out` channels; every later
+    one twice as many as the stage before, and halves the sides of the images.
     """
 
     def __init__(
