@@ -11,8 +11,7 @@ from importlib import import_module
 
 from dllp.errors import DllpError, Interrupted
 
-UNHEARD = 141
-"""Exit code, as shells give it, of a command whose reader left before it had said all, such as `| head`."""
+UNHEARD = 141  # exit code, as shells give it, of a command whose reader left before it had said all, such as `| head`
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -35,8 +35,7 @@ from dllp.runs.result import read_run as read_record
 from dllp.runs.settings import DENSE, DLLP, Task
 from dllp.runs.tensors import check_shapes
 
-LARGEST = 2**20
-"""Largest size of a network that a run.json may ask for."""
+LARGEST = 2**20  # largest size of a network that a run.json may ask for
 
 
 def read_data(task: Task, seed: int, *, quiet: bool, report: Report | None = None) -> Dataset:

@@ -24,12 +24,10 @@ NETWORKS = ("mlp", "resnet20", "resnet50", "resnet56", "small_cnn", "small_resne
 MAIN = ("keep_flops", "keep_params", "keep_latency", "granularity", "particles", "epochs", "batch_size", "seed", "init",
         "device")  # fmt: skip
 """Fields of Config that help shows first."""
-SUITED = (*OPEN, "init", "task")
-"""Fields of Config whose default depends on data and network."""
+SUITED = (*OPEN, "init", "task")  # fields of Config whose default depends on data and network
 CHOSEN = "chosen."
 """Start of the names that options for fields of Task and Config have until they are collected in `chosen`."""
-Group = Any
-"""A parser or a group of its options: argparse has no public type for both."""
+Group = Any  # a parser or a group of its options: argparse has no public type for both
 
 
 class Parser(argparse.ArgumentParser):

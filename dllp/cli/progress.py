@@ -32,8 +32,7 @@ from dllp.records import EpochRecord, best_epoch
 from dllp.report.page import short_number
 from dllp.training.state import RunState
 
-WIDTH = 80
-"""Columns in which every table finds room; on a narrower terminal its lines wrap, and no number is cut."""
+WIDTH = 80  # columns in which every table finds room; on a narrower terminal its lines wrap, and no number is cut
 CURVES = ("loss", "accuracy", "validation_loss", "validation_accuracy", "cost", "undecided", "multiplier", "noise",
           "lr", "temperature", "budget", "discrepancy", "seconds")  # fmt: skip
 """Fields of an epoch's record that TensorBoard shows."""

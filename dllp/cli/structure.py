@@ -18,8 +18,7 @@ from dllp.runs import settings
 from dllp.runs.settings import Task
 from dllp.structure.groups import Structure, discover
 
-CLASSES = 10
-"""Outputs of a network by name where no data say how many."""
+CLASSES = 10  # outputs of a network by name where no data say how many
 
 
 def run(args: Namespace) -> None:

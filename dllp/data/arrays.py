@@ -20,14 +20,10 @@ if TYPE_CHECKING:
 
 Augment = Literal["none", "crop-flip", "resized-crop"]
 Split = TypeVar("Split", bound="ArrayData | StreamedData")
-CHUNK_ELEMENTS = 2**25
-"""Augmentation works on as many batches at once as stay below this, to save kernel launches."""
-CHECKED_ELEMENTS = 2**22
-"""Elements checked for NaN at once: PyTorch's own check takes as much memory again."""
-PART = 4096
-"""Most examples of a chunk of :meth:`ArrayData.parts`."""
-MAX_CLASSES = 2**16
-"""Most classes that a file may ask for: they are counted up to the largest label."""
+CHUNK_ELEMENTS = 2**25  # augmentation works on as many batches at once as stay below this, to save kernel launches
+CHECKED_ELEMENTS = 2**22  # elements checked for NaN at once: PyTorch's own check takes as much memory again
+PART = 4096  # most examples of a chunk of :meth:`ArrayData.parts`
+MAX_CLASSES = 2**16  # most classes that a file may ask for: they are counted up to the largest label
 
 
 @dataclass(frozen=True)

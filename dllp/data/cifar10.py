@@ -29,13 +29,10 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 SIDE = 32
 PIXELS = 3 * SIDE * SIDE
 MEAN, STD = (0.49140, 0.48216, 0.44653), (0.24703, 0.24349, 0.26159)
-MEMBER_LIMIT = 40 * 2**20
-"""Most bytes of an extracted file: the official ones have 31 MB."""
+MEMBER_LIMIT = 40 * 2**20  # most bytes of an extracted file: the official ones have 31 MB
 
-Arrays = tuple[np.ndarray, np.ndarray]
-"""Images uint8 (n, 3, 32, 32) and labels (n,)."""
-Progress = Callable[[int, int | None], None]
-"""Called with the bytes so far and, where known, the bytes in all."""
+Arrays = tuple[np.ndarray, np.ndarray]  # images uint8 (n, 3, 32, 32) and labels (n,)
+Progress = Callable[[int, int | None], None]  # called with the bytes so far and, where known, the bytes in all
 
 
 class Version(NamedTuple):

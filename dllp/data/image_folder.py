@@ -21,11 +21,9 @@ from dllp.data.unreadable import Report, Unreadable, UnreadableImages
 from dllp.errors import DataError
 
 SPLITS = ("train", "val", "test")
-CLASS_NAMES = "classes.txt"
-"""Beside shards: the name of each class, one on a line, in the order of their numbers."""
+CLASS_NAMES = "classes.txt"  # beside shards: the name of each class, one on a line, in the order of their numbers
 CLASS_NAMES_BYTES = 2**22
-SAMPLE = 1024
-"""Training images, evenly spread, whose mean and standard deviation normalise all streamed images."""
+SAMPLE = 1024  # training images, evenly spread, whose mean and standard deviation normalise all streamed images
 
 
 class Found(NamedTuple):

@@ -25,15 +25,11 @@ from dllp.data.images import crop, crop_boxes, resize_one
 from dllp.data.sources import Sources
 from dllp.data.unreadable import Unreadable
 
-MAX_WORKERS = 16
-"""Worker processes by default."""
-PREFETCH = 2
-"""Batches that each worker prepares in advance."""
-TRIES = 100
-"""Unreadable images in a row before training gives up."""
+MAX_WORKERS = 16  # worker processes by default
+PREFETCH = 2  # batches that each worker prepares in advance
+TRIES = 100  # unreadable images in a row before training gives up
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-PARENT_CHECK = 1.0
-"""Seconds between two checks that the parent is alive."""
+PARENT_CHECK = 1.0  # seconds between two checks that the parent is alive
 
 
 def cores() -> int:

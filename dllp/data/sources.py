@@ -25,12 +25,10 @@ from dllp.data.images import SUFFIXES
 from dllp.data.unreadable import Unreadable
 from dllp.errors import DataError
 
-MAX_IMAGE_BYTES = 2**28
-"""Most bytes of one encoded image."""
+MAX_IMAGE_BYTES = 2**28  # most bytes of one encoded image
 BLOCK = 512
 EXTENDED = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME)
-MAX_EXTENDED_HEADER = 2**16
-"""Most bytes of an extended tar header: it holds a name and a few times."""
+MAX_EXTENDED_HEADER = 2**16  # most bytes of an extended tar header: it holds a name and a few times
 LABEL_BYTES = 16
 _SHARD = re.compile(r"(train|val|test)-\d+\.tar")
 

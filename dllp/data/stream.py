@@ -26,10 +26,8 @@ from dllp.data.sources import Sources
 from dllp.data.unreadable import Unreadable, UnreadableImages
 from dllp.errors import DataError
 
-IN_MEMORY = 2**32
-"""Bytes up to which decoded images are kept in memory."""
-THREAD_CHUNK = 64
-"""Images that a thread decodes before it takes the next ones."""
+IN_MEMORY = 2**32  # bytes up to which decoded images are kept in memory
+THREAD_CHUNK = 64  # images that a thread decodes before it takes the next ones
 
 
 @dataclass(frozen=True)

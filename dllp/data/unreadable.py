@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from dllp.errors import ConfigError, DataError
 
 MAX_BAD = "0.1%"
-LISTED = 10
-"""Names that an error lists."""
+LISTED = 10  # names that an error lists
 
 
 class Unreadable(Exception):

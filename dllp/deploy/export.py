@@ -32,15 +32,12 @@ from dllp.structure.trace import UNFIT
 from dllp.training.extract import plain
 
 Format = Literal["onnx", "pt2", "huggingface"]
-Shape = tuple[int, ...] | Mapping[str, Tensor]
-"""Of one input, or a batch of several inputs by name."""
+Shape = tuple[int, ...] | Mapping[str, Tensor]  # of one input, or a batch of several inputs by name
 INPUT = "input"
 OUTPUTS = ("prediction", "aleatoric", "epistemic")
 """Of the posterior; one that is called `mean` makes an invalid ONNX model."""
-BATCHES = (1, 2, 5)
-"""Batch sizes with which an exported file is checked."""
-TOLERANCE = 1e-3
-"""Largest accepted difference from PyTorch, relative to the largest output (but at least 1)."""
+BATCHES = (1, 2, 5)  # batch sizes with which an exported file is checked
+TOLERANCE = 1e-3  # largest accepted difference from PyTorch, relative to the largest output (but at least 1)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from dllp.devices.trees import tensors
 from dllp.errors import ConfigError, ExportError
 from dllp.runs.folder import new_folder
 
-TRIES = 256
-"""Most configurations whose shapes are looked at."""
+TRIES = 256  # most configurations whose shapes are looked at
 UNEVEN = (
     "its layers have sizes that no single config.json gives: save the run and use dllp.load, or prune with even = True"
 )

@@ -28,16 +28,11 @@ from dllp.structure.rules import Form
 from dllp.structure.slicing import copied, cut, recipe
 
 Runtime = Literal["onnxruntime", "torch", "torch-cuda"]
-FRACTIONS = (0.75, 0.5, 0.25)
-"""Widths of the whole networks that are timed beside the dense one."""
-RUNS = 9
-"""Samples of a layer at one width, which take turns with those of its other widths."""
-REPEATS = 20
-"""Calls of a layer in one CUDA graph: a single one takes less time than its launch."""
-SECONDS = 6.0
-"""Time for which whole networks are measured, together."""
-NEAR = 0.05
-"""Relative distance from a latency budget from which on a run says that it is not met."""
+FRACTIONS = (0.75, 0.5, 0.25)  # widths of the whole networks that are timed beside the dense one
+RUNS = 9  # samples of a layer at one width, which take turns with those of its other widths
+REPEATS = 20  # calls of a layer in one CUDA graph: a single one takes less time than its launch
+SECONDS = 6.0  # time for which whole networks are measured, together
+NEAR = 0.05  # relative distance from a latency budget from which on a run says that it is not met
 
 
 class Timer(ABC):
@@ -224,8 +219,7 @@ def timer_of(runtime: str, shape: tuple[int, ...], threads: int, batch: int) -> 
 class OnnxTimer(Timer):
     """onnxruntime on the CPU. Layers are timed inside one graph: converting their inputs costs what a network saves."""
 
-    exported: tuple[nn.Module, bytes] | None = None
-    """The dense network, which is measured beside every other one."""
+    exported: tuple[nn.Module, bytes] | None = None  # the dense network, which is measured beside every other one
 
     def layer(self, form: Form, inputs: int, outputs: Sequence[int]) -> list[float]:
         from onnx import TensorProto, helper, numpy_helper

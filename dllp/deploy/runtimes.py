@@ -21,13 +21,11 @@ from dllp.deploy.export import INPUT, inputs, packed, trace
 from dllp.runs.tensors import write_network
 
 TORCH, ONNX, INT8 = "PyTorch", "onnxruntime", "onnxruntime int8"
-BATCH = 32
-"""Examples at once in calibration and accuracy."""
+BATCH = 32  # examples at once in calibration and accuracy
 SAMPLE, FEWEST, MOST = 0.005, 7, 400
 """Seconds that one sample lasts at least, and the number of samples of each network."""
 Call = Callable[[], Any]
-Samples = list[tuple[float, float]]
-"""Seconds and CPU seconds of one call, by sample."""
+Samples = list[tuple[float, float]]  # seconds and CPU seconds of one call, by sample
 
 
 @dataclass(frozen=True)

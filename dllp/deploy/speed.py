@@ -30,8 +30,7 @@ __all__ = [
     "multiples", "subjects", "torch_layers", "torch_rows", "truth",
 ]  # fmt: skip
 DENSE, PRUNED = "dense", "pruned"
-CALIBRATION = 256
-"""Training examples that the ranges of int8 activations are taken from."""
+CALIBRATION = 256  # training examples that the ranges of int8 activations are taken from
 WORK = 4e12
 """Multiply-accumulates of the dense network that its accuracy may take: all of CIFAR-10's test set by VGG-16."""
 
@@ -141,8 +140,7 @@ class Timed:
         return "\n".join([*lines, advice(self.rows)])
 
 
-NOTICED = 1.1
-"""Gain from which on another way is worth a line of advice."""
+NOTICED = 1.1  # gain from which on another way is worth a line of advice
 
 
 def advice(rows: Sequence[Row]) -> str:

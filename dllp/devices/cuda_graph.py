@@ -12,8 +12,7 @@ from dllp.devices import trees
 from dllp.errors import first_line
 
 WARMUP = 3  # eager steps before the capture, in which libraries choose their kernels
-SHAPES = 8
-"""Most shapes of batches that are captured: a graph holds the memory of its whole step."""
+SHAPES = 8  # most shapes of batches that are captured: a graph holds the memory of its whole step
 
 
 class Capture:

@@ -22,8 +22,7 @@ from dllp.records import Size
 
 CLEAN, OOD = "clean", "ood:"
 DENSE, TOGETHER, REFERENCES, DRAWN = "dense", "all particles", "all references", "drawn gates"
-BEFORE = "before fine-tuning"
-"""The row of another method's network as it was cut."""
+BEFORE = "before fine-tuning"  # the row of another method's network as it was cut
 
 
 @dataclass(frozen=True)

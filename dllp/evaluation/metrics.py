@@ -12,8 +12,7 @@ from dllp.posterior import class_entropy
 
 BINS = 15
 TEMPERATURES = 1e-2, 1e2
-SMALLEST = 1e-38
-"""Probabilities below this count as this, so that one underflow does not make a mean infinite."""
+SMALLEST = 1e-38  # probabilities below this count as this, so that one underflow does not make a mean infinite
 
 
 def accuracy(probabilities: Tensor, labels: Tensor) -> float:

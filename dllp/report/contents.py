@@ -22,8 +22,7 @@ from dllp.report.figures import plain
 from dllp.runs import result
 from dllp.runs.folder import CORRUPTIONS, EVALUATION, LOG, SPEED, member
 
-LAYER_BATCH = 16
-"""Examples with which layers are timed in a brief look."""
+LAYER_BATCH = 16  # examples with which layers are timed in a brief look
 Uncertainty = Literal["aleatoric", "epistemic"]
 
 

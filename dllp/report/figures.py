@@ -22,8 +22,7 @@ GREY = "#888888"
 CYCLE = (BLUE, VERMILION, GREEN, PURPLE, SKY, ORANGE)
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 MARKS = ("circle", "square", "diamond", "triangle-up", "cross", "x")
-ROW = 22
-"""Pixels of height for one layer."""
+ROW = 22  # pixels of height for one layer
 
 
 @dataclass(frozen=True)

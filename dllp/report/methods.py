@@ -14,8 +14,7 @@ from dllp.report.contents import Run
 from dllp.report.figures import Section
 from dllp.report.page import table
 
-NETWORK = "particle 1"
-"""The network of a run that the table is about: the one that `dllp export` writes."""
+NETWORK = "particle 1"  # the network of a run that the table is about: the one that `dllp export` writes
 HEADS = {
     "flops_removed": "FLOPs removed", "params_removed": "parameters removed", "accuracy": "accuracy", "rmse": "RMSE",
     "drop": "drop", "nll": "NLL", "ece": "ECE", "ms": "ms", "speedup": "speed-up", "seconds": "seconds",

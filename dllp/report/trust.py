@@ -24,10 +24,8 @@ NETWORKS = {DENSE: ORANGE, "particle 1": BLUE, TOGETHER: GREEN}
 KINDS: tuple[Uncertainty, ...] = ("aleatoric", "epistemic")
 POINTS = 300
 HISTOGRAM = 40
-CLASSES = 5
-"""Classes that are named where two networks differ."""
-SHOWN, LARGEST = 12, 160
-"""Images of each kind, and the longer side of what is embedded."""
+CLASSES = 5  # classes that are named where two networks differ
+SHOWN, LARGEST = 12, 160  # images of each kind, and the longer side of what is embedded
 CORRUPTED = {
     "accuracy": ("Accuracy under corruption", ".0%"),
     "ece": ("Calibration error (ECE) under corruption", ".1%"),

@@ -26,8 +26,7 @@ from dllp.runs import tensors
 
 FORMAT = "dllp-checkpoint-3"
 State = tuple[dict[str, Tensor], dict[str, Any]]
-Take = Callable[[], Callable[[], State]]
-"""Takes a snapshot; what it returns waits until the copies have arrived."""
+Take = Callable[[], Callable[[], State]]  # takes a snapshot; what it returns waits until the copies have arrived
 
 
 class Checkpoints:

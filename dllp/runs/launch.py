@@ -22,8 +22,7 @@ from dllp.runs.workers import Answer, Failed, Lost, Processes, Settings, Unfit, 
 KEPT = "finished jobs are kept, the same command goes on"
 LAUNCHERS = {"local": ("jobs",), "ray": ("jobs", "address", "cpus")}
 """Where jobs run besides this process, with the options of each."""
-Hand = Any
-"""One worker of a pool."""
+Hand = Any  # one worker of a pool
 
 
 class Planned(Protocol):
@@ -36,8 +35,7 @@ class Planned(Protocol):
     def job(self) -> Any: ...
 
 
-Pool = Processes | cluster.Cluster
-"""Workers of one kind."""
+Pool = Processes | cluster.Cluster  # workers of one kind
 
 
 class Spread:

@@ -19,8 +19,7 @@ from dllp.runs.tensors import check_finite, read_tensors
 
 WRAPPERS = ("state_dict", "model_state_dict", "model")
 """Names under which training scripts keep the weights beside other things."""
-PICKLE_BYTES = 2**24
-"""Most bytes of the part that names the tensors."""
+PICKLE_BYTES = 2**24  # most bytes of the part that names the tensors
 
 
 def start(network: nn.Module, path: Path) -> list[str]:

@@ -19,12 +19,9 @@ from dllp import files
 from dllp.config import LONG, RETIRED, Config, check_retired, fits, in_words, types_of
 from dllp.errors import ArtifactError, ConfigError, nearest
 
-DLLP, DENSE = "dllp", "dense"
-"""Methods of this package itself: its own, and plain training of the whole network."""
-SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
-"""Endings of files with trained weights."""
-SETTINGS_BYTES = 2**16
-"""Most bytes of a settings file."""
+DLLP, DENSE = "dllp", "dense"  # methods of this package itself: its own, and plain training of the whole network
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")  # endings of files with trained weights
+SETTINGS_BYTES = 2**16  # most bytes of a settings file
 
 
 @dataclass(frozen=True)

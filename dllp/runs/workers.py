@@ -73,8 +73,7 @@ class Lost:
     reason: str
 
 
-Answer = Any
-"""The result of a job, or one of the three above."""
+Answer = Any  # the result of a job, or one of the three above
 
 
 class Worker:
@@ -98,12 +97,9 @@ class Worker:
         return attempt(self.run, job)
 
 
-SPAWN = multiprocessing.get_context("spawn")
-"""Forked processes can use neither CUDA nor the threads of torch."""
-PATIENCE = 5.0
-"""Seconds for a process to end by itself."""
-WITHOUT_DEVICES = 2
-"""Workers by default where there is no CUDA."""
+SPAWN = multiprocessing.get_context("spawn")  # forked processes can use neither CUDA nor the threads of torch
+PATIENCE = 5.0  # seconds for a process to end by itself
+WITHOUT_DEVICES = 2  # workers by default where there is no CUDA
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,8 +114,7 @@ class Hand:
 class Processes:
     """At most `count` worker processes, by default one for each CUDA device: `cuda` without a number means all."""
 
-    retries = 1
-    """How often a job is given away again after its worker was lost."""
+    retries = 1  # how often a job is given away again after its worker was lost
 
     def __init__(self, settings: Settings, count: int | None = None) -> None:
         name = settings.device

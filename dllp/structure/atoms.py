@@ -47,8 +47,7 @@ class Atom:
 
 
 Segment = tuple[Atom, ...]
-Label = list[Segment]
-"""The label of an axis; an axis of size 1 is the empty product."""
+Label = list[Segment]  # the label of an axis; an axis of size 1 is the empty product
 
 
 def fresh(size: int, why: str | None = None) -> Label:

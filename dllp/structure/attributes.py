@@ -27,8 +27,7 @@ DIVIDING = frozenset({"split", "split_with_sizes", "unsafe_split"})
 OTHER = frozenset({"unflatten", "layer_norm", "rms_norm", "repeat", "narrow", "repeat_interleave"})
 
 
-Source = tuple[str, str, int]
-"""A module, the path of its attribute, and the position in it."""
+Source = tuple[str, str, int]  # a module, the path of its attribute, and the position in it
 
 
 class Sized(int):

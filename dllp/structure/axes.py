@@ -25,8 +25,7 @@ from dllp.structure.rules import MIXED, PRODUCT, Call, Form, Unknown, apply
 
 INPUT = "its channels are the network's inputs"
 OUTPUT = "its channels are the network's outputs"
-ALIGNED = 8
-"""Numbers of half precision in 16 bytes."""
+ALIGNED = 8  # numbers of half precision in 16 bytes
 COPIES = frozenset({"_to_copy", "clone", "contiguous", "alias", "detach"})
 """Operations whose output holds the numbers of their input."""
 

@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_leaves
 from dllp.errors import StructureError
 from dllp.structure.axes import COPIES, countable, name_of, storage, watched
 
-GONE = "!"
-"""Beginning of a recipe's entries for modules that are gone; they say what stands in their place."""
+GONE = "!"  # beginning of a recipe's entries for modules that are gone; they say what stands in their place
 IDENTITY, ZEROS, RETURNS = "!identity", "!zeros", "!returns "
 PRODUCTS = frozenset(["addmm", "mm", "convolution", "bmm", "baddbmm"])
 NORMS = frozenset(

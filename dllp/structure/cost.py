@@ -122,8 +122,7 @@ def sizes(labels: Iterable[Label], atoms: Sequence[Atom]) -> tuple[Sizes, list[i
     return Sizes(*terms.stacked(), weight, _table([row for _, row, _ in listed]), axis, len(axes)), found
 
 
-Count = tuple[float, Tensor]
-"""A constant, and the number of indices (U,) that each open unit adds to it."""
+Count = tuple[float, Tensor]  # a constant, and the number of indices (U,) that each open unit adds to it
 
 
 class _Terms:

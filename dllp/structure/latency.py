@@ -22,10 +22,8 @@ from dllp.errors import ConfigError
 from dllp.structure.cost import Sizes, moved
 from dllp.structure.groups import Structure
 
-POINTS = 8
-"""Widths at which a layer is timed, at most."""
-MULTIPLES = ((64, 8), (16, 4), (1, 1))
-"""Channels of a group from which on its widths are multiples of so many."""
+POINTS = 8  # widths at which a layer is timed, at most
+MULTIPLES = ((64, 8), (16, 4), (1, 1))  # channels of a group from which on its widths are multiples of so many
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,7 @@ from dllp.structure.means import GATE, gate_means, plain_means
 Net = TypeVar("Net", bound=nn.Module)
 Side = Literal["out", "in"]
 Role = Literal["write", "read", "mean", "size", "branch"]
-TENSORS = ("write", "read", "branch")
-"""Roles of slices that name a tensor."""
+TENSORS = ("write", "read", "branch")  # roles of slices that name a tensor
 
 
 @dataclass(frozen=True, eq=False)
