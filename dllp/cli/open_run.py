@@ -138,19 +138,12 @@ class Info:
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A finished run folder before its networks are read.
-
-    Attributes:
-        record: Its run.json.
-        settings: Its config.yaml; empty where the run was made in Python.
-        task: Its settings with what the command line chose instead.
-        info: What run.json says of the training data and of the dense network.
-    """
+    """A finished run folder before its networks are read."""
 
     folder: Path
-    record: Run
-    settings: dict[str, Any]
-    task: Task
+    record: Run  # its run.json
+    settings: dict[str, Any]  # its config.yaml; empty where the run was made in Python
+    task: Task  # its settings with what the command line chose instead
     info: Info
 
     @property

@@ -25,8 +25,7 @@ MAIN = ("keep_flops", "keep_params", "keep_latency", "granularity", "particles",
         "device")  # fmt: skip
 """Fields of Config that help shows first."""
 SUITED = (*OPEN, "init", "task")  # fields of Config whose default depends on data and network
-CHOSEN = "chosen."
-"""Start of the names that options for fields of Task and Config have until they are collected in `chosen`."""
+CHOSEN = "chosen."  # start of the names of options for fields of Task and Config until they are collected
 Group = Any  # a parser or a group of its options: argparse has no public type for both
 
 

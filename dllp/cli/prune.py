@@ -42,8 +42,7 @@ from dllp.structure.slicing import copied
 from dllp.training import health
 from dllp.training.state import RunState
 
-MAY_CHANGE = ("data_root", "workers", "max_bad", "threads")
-"""Parts of the task that may differ when a run goes on: they change no batch."""
+MAY_CHANGE = ("data_root", "workers", "max_bad", "threads")  # when a run goes on: they change no batch
 Prepared = tuple[Dataset, Config, nn.Module, list[str]]
 
 

@@ -22,8 +22,7 @@ from dllp.data.unreadable import Unreadable
 from dllp.errors import DataError
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
-FORMATS = ("JPEG", "PNG", "BMP", "WEBP")
-"""By content, whatever a file is called: Pillow would start Ghostscript for PostScript."""
+FORMATS = ("JPEG", "PNG", "BMP", "WEBP")  # by content: Pillow would start Ghostscript for PostScript
 MAX_PIXELS = 2**26  # an image with more is refused by its header
 MIN_SIDE = 2  # a single row of pixels is no picture: such files stand where a download went wrong
 DRAWS = 5  # random numbers for each training image: area, aspect ratio, position (two) and mirror
@@ -32,8 +31,7 @@ AREA, ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)  # ranges of a random crop: fraction 
 AREA_IN_MEMORY = (0.25, 1.0)  # the same for images in memory: they are small, less of one is no picture any more
 PADDING = 4  # pixels by which images in memory are shifted at most
 OVERSIZE = 1.5  # images are decoded no smaller than this many times their later size: what is lost then cannot be seen
-LARGE = 2**24
-"""Pixels of an image above which it is decoded alone: by many threads at once such images would fill the memory."""
+LARGE = 2**24  # pixels of an image above which it is decoded alone: many at once would fill the memory
 ALONE = threading.Lock()
 
 

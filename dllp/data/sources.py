@@ -35,20 +35,13 @@ _SHARD = re.compile(r"(train|val|test)-\d+\.tar")
 
 @dataclass(frozen=True)
 class Sources:
-    """Images by index.
+    """N images by index, in F files."""
 
-    Attributes:
-        root: The folder that all names are relative to.
-        names: (F,) encoded names of the files.
-        file: (N,) index of the file that holds each image, from byte `offset` (N,) on; `size` (N,) is -1 for the
-            whole file.
-    """
-
-    root: str
-    names: np.ndarray
-    file: np.ndarray
-    offset: np.ndarray
-    size: np.ndarray
+    root: str  # the folder that all names are relative to
+    names: np.ndarray  # (F,) encoded names of the files
+    file: np.ndarray  # (N,) index of the file that holds each image
+    offset: np.ndarray  # (N,) its first byte
+    size: np.ndarray  # (N,) -1 for the whole file
 
     def __len__(self) -> int:
         return len(self.file)

@@ -34,8 +34,7 @@ from dllp.training.extract import plain
 Format = Literal["onnx", "pt2", "huggingface"]
 Shape = tuple[int, ...] | Mapping[str, Tensor]  # of one input, or a batch of several inputs by name
 INPUT = "input"
-OUTPUTS = ("prediction", "aleatoric", "epistemic")
-"""Of the posterior; one that is called `mean` makes an invalid ONNX model."""
+OUTPUTS = ("prediction", "aleatoric", "epistemic")  # of the posterior; `mean` would make an invalid ONNX model
 BATCHES = (1, 2, 5)  # batch sizes with which an exported file is checked
 TOLERANCE = 1e-3  # largest accepted difference from PyTorch, relative to the largest output (but at least 1)
 

@@ -104,14 +104,9 @@ def measure_profile(
 
 
 class Clock:
-    """The time of a run's networks, by a profile that is given or made here; of several processes the first measures.
+    """The time of a run's networks, by a profile (or its file) that is given, or made here by the first process.
 
-    Args:
-        structure: Of the network; :attr:`structure` is the same with its latency.
-        example: Of the network's inputs.
-        profile: A profile or its file; None measures this machine.
-        filter_fn, device, ranks: Those of the run.
-        timer: Another runtime.
+    The attribute `structure` is the given one with its latency.
     """
 
     def __init__(

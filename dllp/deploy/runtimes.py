@@ -22,8 +22,7 @@ from dllp.runs.tensors import write_network
 
 TORCH, ONNX, INT8 = "PyTorch", "onnxruntime", "onnxruntime int8"
 BATCH = 32  # examples at once in calibration and accuracy
-SAMPLE, FEWEST, MOST = 0.005, 7, 400
-"""Seconds that one sample lasts at least, and the number of samples of each network."""
+SAMPLE, FEWEST, MOST = 0.005, 7, 400  # least seconds of a sample, and number of samples of each network
 Call = Callable[[], Any]
 Samples = list[tuple[float, float]]  # seconds and CPU seconds of one call, by sample
 

@@ -31,8 +31,7 @@ __all__ = [
 ]  # fmt: skip
 DENSE, PRUNED = "dense", "pruned"
 CALIBRATION = 256  # training examples that the ranges of int8 activations are taken from
-WORK = 4e12
-"""Multiply-accumulates of the dense network that its accuracy may take: all of CIFAR-10's test set by VGG-16."""
+WORK = 4e12  # MACs that measuring accuracy may take: all of CIFAR-10's test set by VGG-16
 
 
 def subjects(result: Result, shape: tuple[int, ...], *, particle: int = 0, round_to: int = 8) -> list[Subject]:
@@ -83,20 +82,10 @@ def images(data: Dataset, macs: float, task: str = "classification") -> Images:
 
 @dataclass(frozen=True)
 class Row:
-    """One network in one setting.
-
-    Attributes:
-        network, runtime, device, threads, batch: The setting; int8 is a runtime of its own.
-        median, low, high: Seconds of one batch: median and quartiles of `samples` interleaved samples.
-        cpu: Median CPU seconds of one batch, all threads of the process: on a busy machine the steadier figure.
-        macs, bytes, memory: Multiply-accumulates of one example, bytes on disk, peak bytes of the inference.
-        speedup: The dense network's median over this one's, same setting (int8: against onnxruntime's floats).
-        share: Fraction of the time saved over fraction of the FLOPs saved: 1 where every FLOP became time.
-        accuracy: On test examples, in onnxruntime; None where it was not measured.
-    """
+    """One network in one setting: seconds of one batch are median and quartiles of interleaved samples."""
 
     network: str
-    runtime: str
+    runtime: str  # int8 is one of its own
     device: str
     threads: int
     batch: int
@@ -104,13 +93,13 @@ class Row:
     low: float
     high: float
     samples: int
-    cpu: float
-    macs: float
-    bytes: int
-    memory: int | None = None
-    speedup: float | None = None
-    share: float | None = None
-    accuracy: float | None = None
+    cpu: float  # median CPU seconds of one batch, all threads of the process: on a busy machine the steadier figure
+    macs: float  # of one example
+    bytes: int  # on disk
+    memory: int | None = None  # peak bytes of the inference
+    speedup: float | None = None  # the dense network's median over this one's (int8: against onnxruntime's floats)
+    share: float | None = None  # of the time saved over that of the FLOPs saved: 1 where every FLOP became time
+    accuracy: float | None = None  # on test examples, in onnxruntime; None where it was not measured
 
     @property
     def undisturbed(self) -> float:

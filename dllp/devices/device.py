@@ -21,8 +21,7 @@ WORKSPACE, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 """cuBLAS is deterministic with these workspaces only, and reads the variable when it starts."""
 AUTOCAST_ONLY = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 """Modules whose weight goes into one operation that autocast casts it for, and nowhere else; not their subclasses."""
-TRIES, WORTH = 5, 0.9
-"""Repeats by which one thread is compared with all, and the share of its time at which all are worth it."""
+TRIES, WORTH = 5, 0.9  # repeats that compare one thread with all, and the share of time at which all are worth it
 
 
 def find_device(name: str, local: int | None = None) -> torch.device:

@@ -27,20 +27,15 @@ BEFORE = "before fine-tuning"  # the row of another method's network as it was c
 
 @dataclass(frozen=True)
 class Row:
-    """One network, or the ensemble, on one version of the data.
+    """One network, or the ensemble, on one version of the data; costs of an ensemble are sums, None where unknown.
 
-    Attributes:
-        name: `dense`, `particle K` or `all particles`; `reference K` and `all references` before extraction; `drawn
-            gates` for all networks with gates drawn anew.
-        data: `clean`, the corruption's name, or `ood:NAME` for out-of-distribution inputs.
-        metrics: Single numbers by name: accuracy, nll, ece, ...; for regression rmse and nll; for out-of-distribution
-            inputs auroc and fpr95.
-        macs, params, bytes: Its cost; that of an ensemble is the sum. None where unknown.
+    Its name is `dense`, `particle K` or `all particles`; `reference K` and `all references` before extraction; `drawn
+    gates` for all networks with gates drawn anew.
     """
 
     name: str
-    data: str
-    metrics: dict[str, float]
+    data: str  # `clean`, the corruption's name, or `ood:NAME` for out-of-distribution inputs
+    metrics: dict[str, float]  # accuracy, nll, ece, ...; of a regression rmse and nll; of OOD inputs auroc and fpr95
     macs: float | None = None
     params: int | None = None
     bytes: int | None = None
@@ -48,38 +43,27 @@ class Row:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Estimation efficiency on one version of the data (docs/method/efficiency), for one class or output.
+    """Estimation efficiency on one version of the data (docs/method/efficiency), for one class or output."""
 
-    Attributes:
-        data: As in :class:`Row`.
-        s2, a2, b2: Observation noise (of the clean data), model variance, and the noise that a corruption adds.
-        one, together: e of one network, a point estimate, and of the ensemble; 1 where there is no variance.
-        particles: Their number n.
-    """
-
-    data: str
-    s2: float
-    a2: float
-    b2: float
-    one: float
-    together: float
-    particles: int
+    data: str  # as in :class:`Row`
+    s2: float  # observation noise of the clean data
+    a2: float  # model variance
+    b2: float  # the noise that a corruption adds
+    one: float  # e of one network, a point estimate; 1 where there is no variance
+    together: float  # e of the ensemble
+    particles: int  # their number n
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """Everything that was measured.
 
-    Attributes:
-        rows: The table.
-        efficiency: One entry for each version of the labelled data; none for a single particle.
-        curves: Data of a classifier's plots: for each row of the labelled data `name`, `data`, the `reliability`
-            diagram's bins and the `risk_coverage` curve.
-        clean: Predictions of the clean data by group: `dense`, `all particles`, `all references`, `drawn gates`.
+    Curves are those of a classifier: `name`, `data`, the `reliability` diagram's bins and the `risk_coverage` curve for
+    each row of the labelled data. Clean predictions are by group: `dense`, `all particles`, `all references`, ...
     """
 
     rows: list[Row] = field(default_factory=list)
-    efficiency: list[Efficiency] = field(default_factory=list)
+    efficiency: list[Efficiency] = field(default_factory=list)  # none for a single particle
     curves: list[dict[str, Any]] = field(default_factory=list)
     clean: dict[str, PredictedData] = field(default_factory=dict)
 

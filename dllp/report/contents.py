@@ -50,30 +50,19 @@ class Picture:
 
 @dataclass(frozen=True)
 class Run(result.Run):
-    """One run: its run.json, and what lies beside it.
+    """One run: its run.json, and what lies beside it; speed and pictures are added where the folder lacks them."""
 
-    Attributes:
-        name, folder: Its name on the page, and its place.
-        dense_history: A record for each epoch of the dense network's training.
-        rows: Evaluated networks, clean data first.
-        examples: Predictions for single test examples.
-        settings, command: All settings, and the command that repeats the run.
-        speed, pictures: Added by the command line where the folder does not hold them.
-        missing: Section -> why something is not shown, and how to get it.
-        series: Runs of one series have one colour on a page of several; by default each its own.
-    """
-
-    name: str
+    name: str  # on the page
     folder: Path
-    dense_history: list[EpochRecord]
-    rows: list[Row]
+    dense_history: list[EpochRecord]  # of the dense network's training
+    rows: list[Row]  # evaluated networks, clean data first
     examples: Examples | None
     speed: Speed | None
     settings: dict[str, Any] = field(default_factory=dict)
-    command: str = ""
+    command: str = ""  # that repeats the run
     pictures: list[Picture] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)
-    series: str = ""
+    missing: dict[str, str] = field(default_factory=dict)  # section -> why something is not shown, and how to get it
+    series: str = ""  # runs of one series have one colour on a page of several; by default each its own
 
     @property
     def clean(self) -> dict[str, Row]:

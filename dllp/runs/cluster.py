@@ -19,8 +19,7 @@ from dllp.errors import ConfigError, Interrupted, WorkerError
 from dllp.runs.workers import Answer, Failed, Lost, Settings, Unfit, Worker
 
 LOCAL, AUTO = "local", "auto"
-REACHING, WAITING = 10.0, 60.0
-"""Seconds until an address counts as unreachable, and until a cluster that lost all its nodes is given up."""
+REACHING, WAITING = 10.0, 60.0  # seconds until an address, and a cluster without nodes, are given up
 
 
 @contextmanager

@@ -70,17 +70,13 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     A new run touches nothing before :meth:`begin`. One that fails before its first checkpoint leaves nothing; later
     failures carry a note that says how to go on. `resume` goes on with the run in the folder, `overwrite` replaces it.
-
-    Attributes:
-        command: The command that goes on with the run.
-        advice: The way out after an error, where `command` alone would not help.
     """
 
     def __init__(self, folder: Path, *, resume: bool = False, overwrite: bool = False) -> None:
         self.folder, self.resume, self.overwrite = folder, resume, overwrite
         self.checkpoints = folder / CHECKPOINTS
-        self.command = f"dllp prune --resume --out {shlex.quote(str(folder))}"
-        self.advice = ""
+        self.command = f"dllp prune --resume --out {shlex.quote(str(folder))}"  # goes on with the run
+        self.advice = ""  # the way out after an error, where the command alone would not help
         self._lock = FileLock(folder / LOCK)
         self._made: list[Path] = []  # folders that were not there before, the deepest first
         self._begun = False

@@ -17,8 +17,7 @@ from dllp.errors import ArtifactError
 from dllp.runs.settings import SUFFIXES
 from dllp.runs.tensors import check_finite, read_tensors
 
-WRAPPERS = ("state_dict", "model_state_dict", "model")
-"""Names under which training scripts keep the weights beside other things."""
+WRAPPERS = ("state_dict", "model_state_dict", "model")  # under which training scripts keep the weights
 PICKLE_BYTES = 2**24  # most bytes of the part that names the tensors
 
 

@@ -25,28 +25,17 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Run:
-    """The content of run.json, as far as it is relied on.
+    """The content of run.json, as far as it is relied on."""
 
-    Attributes:
-        config: Fields of :class:`dllp.Config` by name, valid.
-        recipes: Kept channels of each module, for each particle.
-        gated: Parameters whose single weights were pruned.
-        dense, sizes: Costs of the original network and of each particle.
-        widths: Kept channels (or weights) of each group, for each particle, and before.
-        whole: Groups that were kept whole, and why.
-        history: A record for each epoch.
-        info: Versions and hardware of the run, and whatever a caller added.
-    """
-
-    config: dict[str, Any]
-    recipes: list[Recipe]
-    gated: list[str]
+    config: dict[str, Any]  # fields of :class:`dllp.Config` by name, valid
+    recipes: list[Recipe]  # of each particle
+    gated: list[str]  # parameters whose single weights were pruned
     dense: Size
     sizes: list[Size]
-    widths: dict[str, list[int]]
-    whole: dict[str, str]
+    widths: dict[str, list[int]]  # kept channels (or weights) of each group, for each particle, and before
+    whole: dict[str, str]  # groups that were kept whole, and why
     history: list[EpochRecord]
-    info: dict[str, Any]
+    info: dict[str, Any]  # versions and hardware of the run, and whatever a caller added
 
 
 def write_networks(folder: Path, particles: Sequence[ExtractedParticle], gates: dict[str, Tensor]) -> None:

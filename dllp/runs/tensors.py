@@ -24,8 +24,7 @@ from dllp.errors import ArtifactError
 
 CHECKSUM = "dllp-sha256"
 HEADER_BYTES = 2**24
-INDEX, VALUE = "#index", "#value"
-"""Endings of the names under which a sparse tensor is stored: positions and values of what is not zero."""
+INDEX, VALUE = "#index", "#value"  # endings of names: positions and values of what is not zero in a sparse tensor
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -17,20 +17,14 @@ MISALIGNED = "its channels do not line up with those of a module they reach (an 
 
 
 class Atom:
-    """`size` indices that are kept or removed wherever they occur.
-
-    Attributes:
-        why: The reason why no index may be removed, if there is one.
-        parts: The atoms that this one was found to be made of, a product or (where `summed`) a sum.
-        same: The atom that this one was found to be equal to.
-    """
+    """`size` indices that are kept or removed wherever they occur; `why` says why none may be removed."""
 
     __slots__ = ("parts", "same", "size", "summed", "why")
 
     def __init__(self, size: int, why: str | None = None) -> None:
         self.size, self.why = size, why
-        self.same: Atom | None = None
-        self.parts: list[Atom] = []
+        self.same: Atom | None = None  # that this one was found to be equal to
+        self.parts: list[Atom] = []  # that this one was found to be made of: a product or, where `summed`, a sum
         self.summed = False
 
     def find(self) -> Atom:

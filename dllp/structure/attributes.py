@@ -57,20 +57,15 @@ def _is_int(value: Any) -> bool:
 
 
 class Attributes(TorchFunctionMode):
-    """Finds the axes that integer attributes of a network stand for; they are replaced in the given copy.
+    """Finds the axes that integer attributes of a network stand for; they are replaced in the given copy."""
 
-    Attributes:
-        sizes: Labels of the axes that had the size of an attribute.
-        views: {(module, number): labels} of the views that modules make, numbered in each forward of a module.
-        labels, stack: Set by the trace: the labels of a tensor, and the names of the modules that run.
-    """
+    labels: Callable[[Tensor], list[Label]]  # of a tensor; set by the trace, as the next
+    stack: list[str]  # names of the modules that run
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.sizes: dict[Source, list[Label]] = {}
-        self.views: dict[tuple[str, int], list[Label]] = {}
-        self.labels: Callable[[Tensor], list[Label]]
-        self.stack: list[str]
+        self.sizes: dict[Source, list[Label]] = {}  # axes that had the size of an attribute
+        self.views: dict[tuple[str, int], list[Label]] = {}  # by module, numbered in each of its forwards
         self.counts: dict[str, int] = {}
         self.modules = dict(model.named_modules())
         for name, module in model.named_modules():

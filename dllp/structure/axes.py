@@ -32,20 +32,13 @@ COPIES = frozenset({"_to_copy", "clone", "contiguous", "alias", "detach"})
 
 @dataclass
 class Product:
-    """A matrix product or convolution: `times` the product of the sizes of `labels` multiply-accumulates.
+    """A matrix product or convolution: `times` the product of the sizes of `labels` multiply-accumulates."""
 
-    Attributes:
-        module: Name of the module that computed it.
-        weight: Name of the parameter in it, if there is one.
-        form: What it computes, where a layer alone can be timed; `labels` are then batch, outputs and inputs of a
-            convolution, or rows, inputs and outputs of a matrix product.
-    """
-
-    module: str
-    weight: str | None
-    labels: list[Label]
+    module: str  # that computed it
+    weight: str | None  # name of the parameter in it, if there is one
+    labels: list[Label]  # with a form: batch, outputs and inputs of a convolution, or rows, inputs and outputs
     times: int
-    form: Form | None = None
+    form: Form | None = None  # what it computes, where a layer alone can be timed
 
 
 @dataclass
@@ -59,25 +52,15 @@ class Average:
 
 @dataclass
 class Trace:
-    """Record of one forward of a single example, in the order of execution.
+    """Record of one forward of a single example, in the order of execution."""
 
-    Attributes:
-        tensors: Labels of the axes of every parameter and buffer, by its name; shared ones have one label.
-        products: All matrix products and convolutions.
-        reads: Axes of parameters that are added up in a product: gates multiply there.
-        writes: Modules that make an axis, and its label.
-        averages: Means over axes, in modules whose statistics can be gated.
-        aligned: Axes of which kernels take multiples of `ALIGNED` only.
-        attributes: Sizes that forwards took from attributes of modules.
-    """
-
-    tensors: dict[str, list[Label]]
-    attributes: Attributes
+    tensors: dict[str, list[Label]]  # of every parameter and buffer, by its name; shared ones have one label
+    attributes: Attributes  # sizes that forwards took from attributes of modules
     products: list[Product] = field(default_factory=list)
-    reads: set[tuple[str, int]] = field(default_factory=set)
-    writes: list[tuple[str, Label]] = field(default_factory=list)
-    averages: list[Average] = field(default_factory=list)
-    aligned: list[Label] = field(default_factory=list)
+    reads: set[tuple[str, int]] = field(default_factory=set)  # axes that a product adds up: gates multiply there
+    writes: list[tuple[str, Label]] = field(default_factory=list)  # modules that make an axis, and its label
+    averages: list[Average] = field(default_factory=list)  # in modules whose statistics can be gated
+    aligned: list[Label] = field(default_factory=list)  # axes of which kernels take multiples of `ALIGNED` only
 
     def macs(self, model: nn.Module) -> dict[str, float]:
         """Multiply-accumulates of the modules that multiply by a weight of their own, in the order of execution."""

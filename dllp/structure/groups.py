@@ -59,23 +59,17 @@ class Kernel:
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """Groups in the order of execution, reasons for layers that stay whole, and costs as functions of the gates.
-
-    Attributes:
-        kernels: Products whose time is a function of their widths, `sizes` of axes.
-        even: Groups of equally many channels are cut alike.
-        latency: Time of the kernels, where a profile of a runtime was given.
-    """
+    """Groups in the order of execution, reasons for layers that stay whole, and costs as functions of the gates."""
 
     groups: tuple[Group, ...]
     whole: dict[str, str]
     layers: tuple[Layer, ...]
     flops: Cost
     params: Cost
-    kernels: tuple[Kernel, ...]
-    sizes: Sizes
-    even: bool = False
-    latency: Latency | None = None
+    kernels: tuple[Kernel, ...]  # products whose time is a function of their widths
+    sizes: Sizes  # of the kernels' axes
+    even: bool = False  # groups of equally many channels are cut alike
+    latency: Latency | None = None  # time of the kernels, where a profile of a runtime was given
 
     @property
     def units(self) -> int:

@@ -9,8 +9,7 @@ from torch import nn
 
 from dllp.errors import ConfigError
 
-HOOKED = frozenset({"weight_g", "weight_v", "weight_orig"})
-"""Parameters from which the hooks of `torch.nn.utils.weight_norm` and `spectral_norm` compute a weight."""
+HOOKED = frozenset({"weight_g", "weight_v", "weight_orig"})  # from which hooks compute a weight
 
 
 @torch.no_grad()

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-GATE = "gate_of_means"
-"""Name under which a module finds the gates (C,) of the axis it takes means over; without it all are open."""
+GATE = "gate_of_means"  # where a module finds the gates (C,) of the axis it takes means over; all are open without
 
 
 class GatedMeans(TorchFunctionMode):

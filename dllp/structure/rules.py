@@ -61,20 +61,14 @@ class Unknown(Exception):
 
 @dataclass(frozen=True)
 class Form:
-    """A matrix product, or a convolution, of one example, but for its channels.
+    """A matrix product, or a convolution, of one example, but for its channels."""
 
-    Attributes:
-        size: Rows of the matrix, or sides of the convolution's input.
-        kernel, stride, padding, dilation: Of a convolution.
-        groups: Of a convolution; 0 where each channel has its own.
-    """
-
-    size: tuple[int, ...]
-    kernel: tuple[int, ...] = ()
+    size: tuple[int, ...]  # rows of the matrix, or sides of the convolution's input
+    kernel: tuple[int, ...] = ()  # this and what follows: of a convolution
     stride: tuple[int, ...] = ()
     padding: tuple[int, ...] = ()
     dilation: tuple[int, ...] = ()
-    groups: int = 1
+    groups: int = 1  # 0 where each channel has its own
 
 
 class Call:

@@ -36,18 +36,15 @@ TENSORS = ("write", "read", "branch")  # roles of slices that name a tensor
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """One axis that a group cuts; `unit` (size of the axis,) maps each index to its unit, -1 where it has none.
+    """One axis that a group cuts.
 
-    Attributes:
-        name: A parameter or buffer; of a `mean` the module that takes it, of a `size` the module and its attribute.
-        axis: Axis of the tensor; of a mean counted from the last one; of a size the position in the attribute.
-        role: `read` for an axis of a parameter that is added up, where gates multiply; `write` for any other; `branch`
-            for a parameter of a branch's last affine map, which its gate multiplies and no axis of which is cut.
+    Its role is `read` for an axis of a parameter that is added up, where gates multiply; `write` for any other;
+    `branch` for a parameter of a branch's last affine map, which its gate multiplies and no axis of which is cut.
     """
 
-    name: str
-    axis: int
-    unit: Tensor
+    name: str  # a parameter or buffer; of a `mean` the module that takes it, of a `size` the module and its attribute
+    axis: int  # of the tensor; of a mean counted from the last one; of a size the position in the attribute
+    unit: Tensor  # (size of the axis,) unit of each index, -1 where it has none
     role: Role = "write"
 
     @property
@@ -65,23 +62,19 @@ class Slice:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Units that are cut alike; `name` is the first layer that makes them.
+    """Units that are cut alike.
 
-    Attributes:
-        width: Output channels of that layer for each unit.
-        kind: `channel`, `head` where products are computed for each unit by itself, `width` under a norm; `branch` for
-            a residual branch, which is one unit.
-        gone: Modules that a closed branch removes, and the recipe's entry of each.
-        multiple: A kernel that reads them takes multiples of so many units only.
+    Their kind is `channel`, `head` where products are computed for each unit by itself, `width` under a norm, or
+    `branch` for a residual branch, which is one unit.
     """
 
-    name: str
+    name: str  # the first layer that makes them
     units: int
     slices: tuple[Slice, ...]
-    width: int = 1
+    width: int = 1  # output channels of that layer for each unit
     kind: str = "channel"
-    gone: tuple[tuple[str, str], ...] = ()
-    multiple: int = 1
+    gone: tuple[tuple[str, str], ...] = ()  # modules that a closed branch removes, and the recipe's entry of each
+    multiple: int = 1  # a kernel that reads them takes multiples of so many units only
 
     def inside(self, modules: Container[str]) -> bool:
         """True if nothing of the group is left where these modules are gone."""
@@ -388,12 +381,7 @@ def restrict(groups: Sequence[Group], keep: Tensor) -> list[Group]:
 
 
 class Fold:
-    """Gates folded into the weights that read the gated units, and into the means that are taken over them.
-
-    Attributes:
-        names: Parameters that a call returns.
-        axes: Modules that take means over gated units, and the axis of each, counted from the last one.
-    """
+    """Gates folded into the weights that read the gated units, and into the means that are taken over them."""
 
     def __init__(self, model: nn.Module, groups: Sequence[Group]) -> None:
         total = sum(group.units for group in groups)
@@ -416,9 +404,9 @@ class Fold:
             for (name, axis), found in index.items()
         ]
         self._means = [(name, len(found)) for (name, _), found in means.items()]
-        self.axes = {name: axis for name, axis in means}
+        self.axes = {name: axis for name, axis in means}  # modules that take means; axes count from the last one
         self._alike = {name: alike[name] for name in dict.fromkeys(name for name, _ in index)}
-        self.names: list[str] = [other for found in self._alike.values() for other in found]
+        self.names = [other for found in self._alike.values() for other in found]  # parameters that a call returns
         vectors = [vector for found in (*index.values(), *means.values()) for vector in found]
         self._sizes = [len(vector) for vector in vectors]
         self._index = torch.cat(vectors) if vectors else torch.zeros(0, dtype=torch.int64)

@@ -23,10 +23,8 @@ from dllp.structure.slicing import Group, copied, cut, gap, gated_outputs, recip
 from dllp.structure.trace import first_example, isolated, trainable_copy
 
 TOLERANCE = 1e-9
-SENSITIVE = 1e-6
-"""A group whose gates change the outputs by less than this, relative to the largest, is not verified by them."""
-DRAWS = 8
-"""Most random weights and inputs that are tried until all groups change the outputs, which a ReLU may hold at 0."""
+SENSITIVE = 1e-6  # a group whose gates change the outputs by less, relative to the largest, is not verified
+DRAWS = 8  # most random weights tried until all groups change the outputs, which a ReLU may hold at 0
 TRIALS = 48  # most comparisons for finding the groups that fail; what is left then stays whole
 WEIGHTS_INSTEAD = "use granularity='weight' or method magnitude-l2"  # the way out where channels cannot be pruned
 NARROW = (torch.float32, torch.float16, torch.bfloat16)

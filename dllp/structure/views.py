@@ -20,8 +20,7 @@ from dllp.structure.axes import watched
 from dllp.structure.following import asked_sizes
 from dllp.structure.slicing import Group, Slice, cut, recipe
 
-Call = tuple[str, int]
-"""A module, and the number of a view among all that it and the modules inside it make in one forward."""
+Call = tuple[str, int]  # a module, and the number of a view among all made within it in one forward
 
 
 class _Learning(TorchFunctionMode):
