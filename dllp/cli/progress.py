@@ -281,8 +281,7 @@ def show_evaluation(found: Evaluation, title: str) -> None:
 def _show_outside(rows: Sequence[Row], regression: bool) -> None:
     """How well uncertainty sets out-of-distribution inputs apart: entropy and mutual information, or variance."""
     names = {"auroc": "AUROC", "fpr95": "FPR95"}
-    if not regression:
-        names["auroc_mutual_information"] = "AUROC\nby information"
+    names |= {} if regression else {"auroc_mutual_information": "AUROC\nby information"}
     sections: dict[str, list[list[str]]] = {}
     for row in rows:
         sections.setdefault(row.data.removeprefix(OOD), []).append([row.name, *_numbers(row, names)])

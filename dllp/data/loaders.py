@@ -82,7 +82,8 @@ class LoaderBatches:
 
     def _prepare(self, batch: Any, step: int) -> tuple[Any, Tensor | None]:
         place = f"batch {step} of the DataLoader"
-        if self.as_is or not is_pair(batch):
+        pair = isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch)
+        if self.as_is or not pair:
             return trees.moved(batch, self.device), None
         x, y = batch
         if not x.ndim or not y.ndim:
@@ -181,11 +182,6 @@ def _drawing_from(generator: torch.Generator) -> Iterator[None]:
             yield
         finally:
             generator.set_state(torch.get_rng_state())
-
-
-def is_pair(batch: Any) -> bool:
-    """True for (inputs, labels), two tensors."""
-    return isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch)
 
 
 def _count_examples(loader: DataLoader[Any]) -> int:

@@ -60,9 +60,9 @@ class Spread:
             asked: list[int] = []
             signals.stop = asked.append
             try:
-                while self._go_on():
+                while self._dispatch():
                     for hand, answer in self.pool.answers():
-                        self._hear(hand, answer)
+                        self._receive(hand, answer)
                     if asked:
                         error = Interrupted(asked[0])
                         error.add_note(KEPT)
@@ -72,17 +72,17 @@ class Spread:
         for text in sorted({str(unfit.error) for unfit in self.unfit}):
             self.report(f"{text}; the others went on without it")
 
-    def _go_on(self) -> bool:
+    def _dispatch(self) -> bool:
         """Give work to as many workers as there is room for; False where no work is left."""
         while self.waiting and self.pool.room(len(self.running) + len(self.unfit)):
-            unit = self._due()
+            unit = self._next_unit()
             if unit is not None:
                 self._give(self.pool.hire(), unit)
         if self.waiting and not self.running and self.unfit:
             raise self.unfit[0].error
         return bool(self.waiting or self.running)
 
-    def _due(self) -> deque[Planned] | None:
+    def _next_unit(self) -> deque[Planned] | None:
         """The next unit that begins with a job nobody has finished meanwhile."""
         while self.waiting:
             unit = self.waiting.popleft()
@@ -96,7 +96,7 @@ class Spread:
         self.running[hand] = unit
         self.pool.give(hand, unit[0].job)
 
-    def _hear(self, hand: Hand, answer: Answer) -> None:
+    def _receive(self, hand: Hand, answer: Answer) -> None:
         unit = self.running.pop(hand)
         planned = unit.popleft()
         if isinstance(answer, Lost):
@@ -114,7 +114,7 @@ class Spread:
             self.waiting.appendleft(unit)  # first, so that it stays with the worker that has what it needs
         if not isinstance(answer, Lost):
             broken = isinstance(answer, Unfit) or (isinstance(answer, Failed) and answer.broken)
-            following = None if broken else self._due()
+            following = None if broken else self._next_unit()
             if following is None:
                 self.pool.dismiss(hand)
             else:

@@ -165,13 +165,9 @@ def within(name: str, modules: Container[str]) -> bool:
 
 def _common(names: Iterable[str]) -> str:
     """The innermost module that holds all of the named ones."""
-    paths = [name.split(".") for name in names]
-    shared = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
+    levels = list(zip(*(name.split(".") for name in names), strict=False))
+    depth = next((d for d, parts in enumerate(levels) if len(set(parts)) > 1), len(levels))
+    return ".".join(parts[0] for parts in levels[:depth])
 
 
 class _Reader:
