@@ -45,7 +45,7 @@ def cases(name: str, table: str, digest: str, multiples: Sequence[int]) -> list[
         speed.Subject(speed.DENSE, model, structure.flops.dense),
         speed.Subject(speed.PRUNED, cut(model, kept), macs),
     ]
-    return found + [part for each in multiples for part in speed.multiples(model, kept, SHAPE, each)]
+    return found + [part for each in multiples for part in speed.multiples(model, kept, structure, each)]
 
 
 def busy(seconds: float = 3.0) -> float:

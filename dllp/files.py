@@ -34,9 +34,6 @@ def cap() -> int:
     return int(text or CAP)
 
 
-# ---- reading
-
-
 def contained(folder: Path, path: Path, kind: type[DllpError] = ArtifactError) -> Path:
     """`path` itself; an error where it is a link that leads out of `folder`."""
     try:
@@ -81,9 +78,6 @@ def read_part(path: Path | str, offset: int, size: int | None, limit: int, kind:
     return content
 
 
-# ---- JSON
-
-
 def read_json(path: Path) -> Any:
     """The value in a JSON file; an ArtifactError names the file."""
     return parse_json(read_bytes(path, JSON_BYTES), path)
@@ -117,9 +111,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-# ---- types
-
-
 def typed(hint: type[T], value: Any, place: object, name: str = "") -> T:
     """A JSON value as its annotated type: dataclasses are made of objects, all else is returned as it is.
 
@@ -145,9 +136,6 @@ def typed(hint: type[T], value: Any, place: object, name: str = "") -> T:
         found = {key: typed(inner, part, place, f"{name}.{key}".lstrip(".")) for key, part in value.items()}
         return found  # type: ignore[return-value]
     raise ArtifactError(f"{place}: {name or 'the document'} must be {in_words(hint)}")
-
-
-# ---- writing
 
 
 def write_bytes(path: Path, content: bytes) -> None:

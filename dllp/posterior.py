@@ -225,9 +225,6 @@ def evaluating(*networks: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-# ---- outputs of any structure
-
-
 def entry(outputs: Any, name: str) -> Any:
     """An entry of a mapping or an attribute of an output object by name; None where there is none."""
     return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
@@ -246,9 +243,6 @@ def logits_of(outputs: Any) -> Tensor:
             "or loss="
         )
     return found
-
-
-# ---- inputs that a user gives
 
 
 def _check_inputs(inputs: object, batch_size: int) -> None:

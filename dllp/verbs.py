@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dllp import files, report
@@ -28,7 +27,6 @@ from dllp.errors import ConfigError
 from dllp.evaluation import evaluate as evaluation
 from dllp.evaluation import examples
 from dllp.evaluation.evaluate import Evaluation
-from dllp.posterior import Posterior, posterior_of
 from dllp.prepare import Data, as_array
 from dllp.report import contents
 from dllp.runs.folder import EVALUATION
@@ -49,9 +47,8 @@ def evaluate(
         name: find_outside(name, test, left_out=left_out) if given is None else _inputs(given, test)
         for name, given in (ood if isinstance(ood, Mapping) else dict.fromkeys(_words(ood))).items()
     }
-    return evaluation.measure(
-        result, test, _dense(result), corruptions=corruptions, ood=outside, device=find_device(device)
-    )
+    dense = evaluation.dense_posterior(result)
+    return evaluation.measure(result, test, dense, corruptions=corruptions, ood=outside, device=find_device(device))
 
 
 def export(
@@ -91,10 +88,7 @@ def show(result: Result, path: str | Path, data: Data | None = None) -> Path:
                 examples.collect(found.clean[evaluation.TOGETHER], dense).write(folder)
         run = contents.read(folder)
         if result.shape:
-            shape = _shape(result)
-            subjects = timing.subjects(result, shape, round_to=1)
-            look = contents.Speed(timing.measure_torch(subjects, shape), [], contents.BRIEF)
-            run = replace(run, speed=look)
+            run = replace(run, speed=contents.brief(result))
         page = report.build([run])
     files.write_named(path, page)
     return path
@@ -109,13 +103,6 @@ def _inputs(given: Any, like: ArrayData) -> ArrayData:
     if isinstance(given, Tensor):
         return unlabelled(like, given if given.dtype == like.x.dtype else given.to(like.x.dtype))
     return unlabelled(like, as_array(given).x)
-
-
-def _dense(result: Result) -> Posterior | None:
-    if result.original is None:
-        return None
-    noise = result.info.get("dense_noise", torch.nan)
-    return posterior_of([result.original], torch.tensor([noise]), result.config)
 
 
 def _shape(result: Result) -> tuple[int, ...]:

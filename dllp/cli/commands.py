@@ -25,10 +25,10 @@ def analyze(args: Namespace) -> None:
     """Describe the weights of one particle before pruning, of the kept and of the removed part."""
     from dllp.evaluation import weight_analysis
 
-    opened = read_run(Path(args.folder), args).open(shape=args.shape)
-    report = weight_analysis.analyze(opened.result, args.particle - 1, opened.dense_network())
+    result = read_run(Path(args.folder), args).open(shape=args.shape)
+    report = weight_analysis.analyze(result, args.particle - 1, result.original)
     if args.json is not None:
-        files.write_json(Path(args.json), {"folder": str(opened.folder), **report}, named=True)
+        files.write_json(Path(args.json), {"folder": str(Path(args.folder)), **report}, named=True)
     if not args.quiet:
         progress.show_weights(report)
 
@@ -38,12 +38,9 @@ def bench(args: Namespace) -> None:
     command = import_module("paper.command")
     given = {name: value for name, value in vars(args).items() if name not in ("command", "chosen")}
     quiet = given.get("quiet", False)
+    shown = dict(download=lambda: progress.download(quiet), reporter=lambda: progress.reporter(quiet, pause=60.0))
     try:
-        command.execute(
-            given,
-            download=lambda: progress.download(quiet),
-            reporter=lambda: progress.reporter(quiet, pause=60.0),
-        )
+        command.execute(given, **shown)
     except KeyboardInterrupt as error:
         error.add_note(KEPT)
         raise
@@ -58,17 +55,16 @@ def export(args: Namespace) -> None:
     format = export.format_of(Path(args.out), args.format)
     if format == "onnx":
         export.require_onnx()
-    opened = read_run(Path(args.folder), args).open(shape=args.shape)
+    result = read_run(Path(args.folder), args).open(shape=args.shape)
     particle = None if args.posterior else (1 if args.particle is None else args.particle) - 1
-    done = export.export(
-        opened.result, args.out, opened.shape, format=format, particle=particle, uint8=args.uint8, pad_to=args.pad_to
-    )
+    options: dict[str, Any] = dict(format=format, particle=particle, uint8=args.uint8, pad_to=args.pad_to)
+    done = export.export(result, args.out, result.shape, **options)
     if format == "huggingface":
         print(f"{done.path}: {done.bytes:,} bytes; from_pretrained reads it, with the same outputs bit for bit")
         return
-    tokens = isinstance(export.input_shape(opened.result.model, opened.shape), export.Tokens)
+    tokens = isinstance(export.input_shape(result.model, result.shape), export.Tokens)
     kind = "uint8" if args.uint8 else "int64" if tokens else "float32"
-    print(f"{done.path}: {done.bytes:,} bytes, {kind} input (batch, {', '.join(map(str, opened.shape))})")
+    print(f"{done.path}: {done.bytes:,} bytes, {kind} input (batch, {', '.join(map(str, result.shape))})")
     print(f"outputs: {', '.join(done.outputs)}")
     print(f"largest difference from PyTorch: {done.difference:.2g} ({done.runtime}, batches of {export.BATCHES})")
 
@@ -80,7 +76,7 @@ def methods(args: Namespace) -> None:
     own = {"name": "dllp", "removes": "channels or weights", "year": 2023, "paper": OWN_PAPER}
     listed = [own | {"hyperparameters": {}, "published": []}]
     for method in (*METHODS.values(), *DYNAMIC.values()):
-        removes = f"{method.granularity}s" + (" by image: dllp bench only" if method.name in DYNAMIC else "")
+        removes = f"{method.granularity}s" + " by image: dllp bench only" * (method.name in DYNAMIC)
         named = {"name": method.name, "removes": removes, "year": method.year, "paper": method.paper}
         figures = [vars(figure) for figure in method.published]
         listed.append(named | {"hyperparameters": hyperparameters(method), "published": figures})
@@ -129,22 +125,17 @@ def speed(args: Namespace) -> None:
     require_onnx()
     folder = Path(args.folder)
     stored = read_run(folder, args)
-    opened = stored.open(shape=args.shape)
-    shape = input_shape(opened.result.model, opened.shape)
-    subjects = speed.subjects(opened.result, shape, particle=args.particle - 1, round_to=args.round_to)
+    result = stored.open(shape=args.shape)
+    shape = input_shape(result.model, result.shape)
+    subjects = speed.subjects(result, shape, particle=args.particle - 1, round_to=args.round_to)
     with progress.status(args.quiet) as show:
         show("reading the data")
         images, int8 = _images(stored, shape, subjects[0].macs)
         rows = speed.measure(subjects, shape, batches=args.batch, seconds=args.seconds, images=images, progress=show)
         show("layers")
         layers = speed.layers(subjects[0], subjects[1], shape, batch=max(args.batch))
-    report = {
-        "folder": str(folder),
-        "environment": environment(),
-        "int8": int8,
-        "rows": speed.as_dict(rows),
-        "layers": [vars(layer) | {"lost_ms": layer.lost_ms} for layer in layers],
-    }
+    report = {"folder": str(folder), "environment": environment(), "int8": int8, "rows": speed.as_dict(rows)}
+    report["layers"] = [vars(layer) | {"lost_ms": layer.lost_ms} for layer in layers]
     if args.json is not None:
         files.write_json(Path(args.json), report, named=True)
     if not args.quiet:

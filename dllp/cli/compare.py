@@ -291,9 +291,8 @@ def _write(out: Path, plan: Sequence[Planned], failed: dict[str, str], args: Nam
         if not task.validation:
             text += "To choose by these figures would be a choice on the test set: hold out a part with --validation.\n"
         files.write_bytes(out / TABLE, text.encode())
-        shown = [
-            replace(found[p.name], settings=read_settings(p.folder), series=p.row) for p in plan if p.name in found
-        ]
+        done = [p for p in plan if p.name in found]
+        shown = [replace(found[p.name], settings=read_settings(p.folder), series=p.row) for p in done]
         if shown:
             files.write_bytes(out / PAGE, report.build(shown, [methods.section(rows)]))
     if not args.quiet:
@@ -312,7 +311,7 @@ def _measure(plan: Sequence[Planned], args: Namespace) -> None:
     try:
         runs = [read_run(planned.folder, own).open() for planned in lacking]
         shape = runs[0].shape
-        both = [speed.subjects(opened.result, shape, round_to=1) for opened in runs]
+        both = [speed.subjects(result, shape, round_to=1) for result in runs]
         named = [replace(pruned, name=p.name) for p, (_, pruned) in zip(lacking, both, strict=True)]
         times = {row.network: row for row in speed.measure_onnx([both[0][0], *named], shape)}
     except DllpError as error:

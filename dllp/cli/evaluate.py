@@ -33,18 +33,20 @@ def run(args: Namespace) -> None:
     task = stored.task
     data = stored.read_data(quiet=False, report=lambda image: progress.warn(str(image)))
     test = as_trained(data, stored.info.data)
-    opened = stored.open(data=data)
-    result, dense = opened.result, opened.dense_posterior()
+    result = stored.open(data=data)
     seed = result.config.seed
     if args.subset is not None:
         test = subset(test, args.subset, seed)
     corruptions = [corruption for text in args.corrupt or () for corruption in parse_corruption(text, seed)]
-    outside = {name: _outside(name, task, test, data.left_out) for name in args.ood or ()}
+    same = [name for name in args.ood or () if same_data(name, task.data)]
+    if same:
+        raise ConfigError(f"--ood {same[0]}: that is the data of the evaluation itself, choose another")
+    outside = {name: find_outside(name, test, left_out=data.left_out, root=task.data_root) for name in args.ood or ()}
     drawn = None
     if args.gate_draws is not None:
         drawn = sample_gates(result, test.inputs(slice(0, 2)), args.gate_draws, seed=seed)
     found = evaluate.measure(
-        result, test, dense, disk=disk(folder, result), corruptions=corruptions, ood=outside,
+        result, test, evaluate.dense_posterior(result), disk=disk(folder, result), corruptions=corruptions, ood=outside,
         references=args.references, drawn=drawn, device=find_device(args.device),
     )  # fmt: skip
     if args.json is not None:
@@ -69,12 +71,6 @@ def write_rows(path: Path, task: Task, rows: Sequence[evaluate.Row], *, named: b
     """Write the table of an evaluation and whatever belongs to it as JSON; `named` as in `files.write_json`."""
     report = {"data": task.data, "split": task.split, "model": task.model, "rows": [asdict(row) for row in rows]}
     files.write_json(path, report | besides, named=named)
-
-
-def _outside(name: str, task: Task, test: ArrayData, left_out: ArrayData | None) -> ArrayData:
-    if same_data(name, task.data):
-        raise ConfigError(f"--ood {name}: that is the data of the evaluation itself, choose another")
-    return find_outside(name, test, left_out=left_out, root=task.data_root)
 
 
 def _keep_corruptions(folder: Path, task: Task, rows: Sequence[evaluate.Row]) -> None:

@@ -11,15 +11,11 @@ from importlib import import_module
 
 from dllp.errors import DllpError, Interrupted
 
-UNHEARD = 141
-"""Exit code, as shells give it, of a command whose reader left before it had said all, such as `| head`."""
+UNHEARD = 141  # exit code, as shells give it, of a command whose reader left before it had said all, such as `| head`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns 0, 2 for bad input (one line on standard error), 130 or 143 after a signal, or 141.
-
-    Of several processes under torchrun the first speaks for all.
-    """
+    """Run one command; returns 0, 2 for bad input (one line on standard error), 130 or 143 after a signal, or 141."""
     command = ""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a table must not fail for a sign that the terminal lacks

@@ -7,7 +7,7 @@ import os
 import pkgutil
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,19 +28,14 @@ from dllp.data.ood import without
 from dllp.data.unreadable import Report, parse_fraction
 from dllp.errors import ArtifactError, ConfigError, DataError, first_line
 from dllp.evaluation.evaluate import DENSE as DENSE_ROW
-from dllp.posterior import Posterior, posterior_of
 from dllp.runs import settings
 from dllp.runs.folder import DENSE_FILE, RUN, SETTINGS, member, particle_file, reference_file
 from dllp.runs.result import Run
 from dllp.runs.result import read_run as read_record
 from dllp.runs.settings import DENSE, DLLP, Task
-from dllp.runs.tensors import check_shapes, read_network
+from dllp.runs.tensors import check_shapes
 
-LARGEST = 2**20
-"""Largest size of a network that a run.json may ask for."""
-
-
-# ---- from settings
+LARGEST = 2**20  # largest size of a network that a run.json may ask for
 
 
 def read_data(task: Task, seed: int, *, quiet: bool, report: Report | None = None) -> Dataset:
@@ -109,10 +104,7 @@ def imported(path: str) -> nn.Module:
 
 
 def check_import(task: Task, args: Namespace, whose: str, folder: Path | None = None) -> None:
-    """Raise where code would be imported because a file names it, which the user neither names nor trusts.
-
-    What is trusted for a run folder once is remembered for it.
-    """
+    """Raise where a file names code to import that the user neither names nor trusts, now or before for the folder."""
     for name in task.code:
         what, path = {"model": "network"}.get(name, name), getattr(task, name)
         known = folder is not None and settings.is_trusted(folder, path)
@@ -120,9 +112,6 @@ def check_import(task: Task, args: Namespace, whose: str, folder: Path | None = 
             raise ConfigError(f"{whose} {what} is code, {path}: name it with --{name}, or add --trust-imports")
     if folder is not None and args.trust_imports:
         settings.trust(folder, [getattr(task, name) for name in task.code])
-
-
-# ---- from a run folder
 
 
 @dataclass(frozen=True)
@@ -149,19 +138,12 @@ class Info:
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A finished run folder before its networks are read.
-
-    Attributes:
-        record: Its run.json.
-        settings: Its config.yaml; empty where the run was made in Python.
-        task: Its settings with what the command line chose instead.
-        info: What run.json says of the training data and of the dense network.
-    """
+    """A finished run folder before its networks are read."""
 
     folder: Path
-    record: Run
-    settings: dict[str, Any]
-    task: Task
+    record: Run  # its run.json
+    settings: dict[str, Any]  # its config.yaml; empty where the run was made in Python
+    task: Task  # its settings with what the command line chose instead
     info: Info
 
     @property
@@ -173,55 +155,22 @@ class StoredRun:
         """The run's data, or the data that was chosen instead."""
         return read_data(self.task, self.settings.get("seed", 0), quiet=quiet, report=report)
 
-    def open(self, *, shape: Sequence[int] | None = None, data: Dataset | None = None) -> OpenRun:
-        """Read the networks; where run.json does not give their sizes, `shape` of one input or `data` do."""
+    def open(self, *, shape: Sequence[int] | None = None, data: Dataset | None = None) -> Result:
+        """The run with its networks; where run.json does not give their sizes, `shape` of one input or `data` do."""
         known = self.info.data
         shape = tuple(shape or known.shape or (data.test.x.shape[1:] if data else ()))
         if not shape:
-            raise ConfigError(
-                f"{self.folder} does not say what its inputs look like: give --shape, for example --shape 3 32 32"
-            )
+            raise ConfigError(f"{self.folder} does not say what its inputs look like: give it, as in --shape 3 32 32")
         classes = known.num_classes or (data.num_classes if data else 0)
         if not classes and not self.task.is_code:
-            raise ConfigError(
-                f"{self.folder} does not say how many outputs its network has: give a factory with --model"
-            )
+            raise ConfigError(f"{self.folder} does not say how many outputs its network has: give --model a factory")
         outputs = classes + (self.record.config.get("noise") == "input")
         sizes = outputs, known.in_channels or shape[0], known.image_size or min(shape[1:], default=1)
         make = partial(build_network, self.task, *sizes)
         if not self.task.is_code:
             with torch.device("meta"):  # no memory is taken before the shapes are known to fit
                 check_shapes(self.folder / reference_file(0), make())
-        return OpenRun(self.folder, shape, load(self.folder, make()), make, self.info.dense_noise)
-
-
-@dataclass(frozen=True)
-class OpenRun:
-    """The networks of a finished run.
-
-    Attributes:
-        shape: Shape of one input.
-        network: Makes the network as it was before pruning, untrained.
-    """
-
-    folder: Path
-    shape: tuple[int, ...]
-    result: Result
-    network: Callable[[], nn.Module]
-    dense_noise: float
-
-    def dense_network(self) -> nn.Module | None:
-        """The trained dense network; None where the run has none."""
-        if not (self.folder / DENSE_FILE).exists():
-            return None
-        network = self.network().eval()
-        read_network(self.folder / DENSE_FILE, network)
-        return network
-
-    def dense_posterior(self) -> Posterior | None:
-        """The same as a posterior of one network."""
-        network = self.dense_network()
-        return network and posterior_of([network], torch.tensor([self.dense_noise]), self.result.config)
+        return replace(load(self.folder, make()), shape=shape)
 
 
 def read_run(folder: Path, args: Namespace, *, needed: Sequence[str] = ("model",)) -> StoredRun:
@@ -248,16 +197,10 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def describe(data: Dataset) -> DataInfo:
     """Facts about the training data that a later evaluation needs."""
-    return DataInfo(
-        num_classes=data.num_classes,
-        in_channels=data.in_channels,
-        image_size=data.image_size,
-        shape=list(data.train.shape),
-        dtype=str(data.train.dtype).removeprefix("torch."),
-        classes=list(data.classes),
-        mean=list(data.train.mean) if data.train.mean else None,
-        std=list(data.train.std) if data.train.std else None,
-    )
+    train, dtype = data.train, str(data.train.dtype).removeprefix("torch.")
+    mean, std = (list(values) if values else None for values in (train.mean, train.std))
+    sizes = data.num_classes, data.in_channels, data.image_size
+    return DataInfo(*sizes, list(train.shape), dtype, list(data.classes), mean, std)
 
 
 def as_trained(data: Dataset, known: DataInfo) -> ArrayData:

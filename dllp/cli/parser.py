@@ -24,12 +24,9 @@ NETWORKS = ("mlp", "resnet20", "resnet50", "resnet56", "small_cnn", "small_resne
 MAIN = ("keep_flops", "keep_params", "keep_latency", "granularity", "particles", "epochs", "batch_size", "seed", "init",
         "device")  # fmt: skip
 """Fields of Config that help shows first."""
-SUITED = (*OPEN, "init", "task")
-"""Fields of Config whose default depends on data and network."""
-CHOSEN = "chosen."
-"""Start of the names that options for fields of Task and Config have until they are collected in `chosen`."""
-Group = Any
-"""A parser or a group of its options: argparse has no public type for both."""
+SUITED = (*OPEN, "init", "task")  # fields of Config whose default depends on data and network
+CHOSEN = "chosen."  # start of the names of options for fields of Task and Config until they are collected
+Group = Any  # a parser or a group of its options: argparse has no public type for both
 
 
 class Parser(argparse.ArgumentParser):
@@ -308,10 +305,8 @@ def _bench(parser: Parser) -> None:
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("paper"):
             raise
-        raise ConfigError(
-            "dllp bench needs the package `paper`, which is in the source repository of dllp and not in its wheel: "
-            "run it in a checkout"
-        ) from None
+        where = "which is in the source repository of dllp and not in its wheel: run it in a checkout"
+        raise ConfigError(f"dllp bench needs the package `paper`, {where}") from None
     paper.add_options(parser)
 
 

@@ -32,8 +32,7 @@ from dllp.records import EpochRecord, best_epoch
 from dllp.report.page import short_number
 from dllp.training.state import RunState
 
-WIDTH = 80
-"""Columns in which every table finds room; on a narrower terminal its lines wrap, and no number is cut."""
+WIDTH = 80  # columns in which every table finds room; on a narrower terminal its lines wrap, and no number is cut
 CURVES = ("loss", "accuracy", "validation_loss", "validation_accuracy", "cost", "undecided", "multiplier", "noise",
           "lr", "temperature", "budget", "discrepancy", "seconds")  # fmt: skip
 """Fields of an epoch's record that TensorBoard shows."""
@@ -59,11 +58,7 @@ class Silent(AbstractContextManager["Silent"]):
 
 
 class Lines(Silent):
-    """A plain line after an epoch, for files and pipes.
-
-    Args:
-        pause: Seconds from one line to the next at least: many runs after one another would fill a file otherwise.
-    """
+    """A plain line after an epoch, for files and pipes, with a `pause` of seconds at least from one to the next."""
 
     def __init__(self, pause: float = 0.0) -> None:
         self.pause, self.last = pause, time.monotonic()
@@ -136,9 +131,8 @@ def download(quiet: bool) -> Iterator[Callable[[int, int | None], None] | None]:
     if quiet or not sys.stderr.isatty():
         yield None
         return
-    with Progress(
-        "downloading", BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=Console(stderr=True)
-    ) as bar:
+    columns = "downloading", BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as bar:
 
         def report(done: int, size: int | None) -> None:
             task = bar.task_ids[0] if bar.task_ids else bar.add_task("")
@@ -285,13 +279,9 @@ def show_evaluation(found: Evaluation, title: str) -> None:
 
 
 def _show_outside(rows: Sequence[Row], regression: bool) -> None:
-    """How well uncertainty sets out-of-distribution inputs apart.
-
-    Of a classifier by entropy, and by mutual information of several particles; of a regression by variance.
-    """
+    """How well uncertainty sets out-of-distribution inputs apart: entropy and mutual information, or variance."""
     names = {"auroc": "AUROC", "fpr95": "FPR95"}
-    if not regression:
-        names["auroc_mutual_information"] = "AUROC\nby information"
+    names |= {} if regression else {"auroc_mutual_information": "AUROC\nby information"}
     sections: dict[str, list[list[str]]] = {}
     for row in rows:
         sections.setdefault(row.data.removeprefix(OOD), []).append([row.name, *_numbers(row, names)])
@@ -344,10 +334,7 @@ def show_weights(report: Mapping[str, Any]) -> None:
 
 
 def show_speed(rows: Sequence[SpeedRow], layers: Sequence[LayerTime], title: str, int8: str = "") -> None:
-    """Print what `dllp speed` measured, how much of the saved FLOPs became time, and the layers that hold it back.
-
-    A small table for each setting, then one with what does not depend on it; `int8` says how it was calibrated.
-    """
+    """Print what `dllp speed` measured, how much of the saved FLOPs became time, and the layers that hold it back."""
     settings: dict[str, list[list[str]]] = {}
     sizes: dict[str, list[str]] = {}
     for row in rows:
@@ -392,13 +379,10 @@ def show_speed(rows: Sequence[SpeedRow], layers: Sequence[LayerTime], title: str
 def show_structure(report: Mapping[str, Any]) -> None:
     """Print what `dllp structure` found: a row for each kind of unit, and each reason with the layers it holds for."""
     console = _stdout()
-    console.print(
-        Text(f"{report['model']}: {short_number(report['macs'])} MACs, {short_number(report['params'])} parameters")
-    )
-    every = {
-        "groups": len(report["groups"]), "units": sum(group["units"] for group in report["groups"]),
-        "least": report["least"],
-    }  # fmt: skip
+    macs, params = short_number(report["macs"]), short_number(report["params"])
+    console.print(Text(f"{report['model']}: {macs} MACs, {params} parameters"))
+    units = sum(group["units"] for group in report["groups"])
+    every = {"groups": len(report["groups"]), "units": units, "least": report["least"]}
     rows = [
         [kind, str(found["groups"]), str(found["units"]), *(f"{1 - found['least'][c]:.1%}" for c in ("macs", "params"))]
         for kind, found in {**report["kinds"], "all of them": every}.items()
@@ -421,9 +405,8 @@ def _stdout() -> Console:
 
 def _table(title: str | None, columns: Sequence[str], sections: Mapping[str, Sequence[Sequence[str]]]) -> Table:
     """Rows of cells under the name of their section, if it has one; names to the left, numbers to the right."""
-    table = Table(
-        title=title and Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
-    )
+    heading = title and Text(title)
+    table = Table(title=heading, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i else "left", no_wrap=bool(i), overflow="fold")
     for name, rows in sections.items():

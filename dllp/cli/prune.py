@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from dllp import api, zoo
 from dllp.api import Result
@@ -41,9 +42,8 @@ from dllp.structure.slicing import copied
 from dllp.training import health
 from dllp.training.state import RunState
 
-MAY_CHANGE = ("data_root", "workers", "max_bad", "threads")
-"""Parts of the task that may differ when a run goes on: they change no batch."""
-Prepared = tuple[Dataset, Config, torch.nn.Module, list[str]]
+MAY_CHANGE = ("data_root", "workers", "max_bad", "threads")  # when a run goes on: they change no batch
+Prepared = tuple[Dataset, Config, nn.Module, list[str]]
 
 
 def run(args: Namespace) -> None:
@@ -153,7 +153,7 @@ def chosen_settings(args: Namespace, ranks: Ranks) -> tuple[Task, dict[str, Any]
     return task, values
 
 
-def with_threads(task: Task, model: torch.nn.Module, data: Dataset, config: Config, ranks: Ranks) -> Task:
+def with_threads(task: Task, model: nn.Module, data: Dataset, config: Config, ranks: Ranks) -> Task:
     """The task with its number of CPU threads, which PyTorch is set to; that of a GPU or of several processes stays."""
     if find_device(config.device).type != "cpu" or not ranks.alone:
         return task
@@ -173,7 +173,7 @@ def with_threads(task: Task, model: torch.nn.Module, data: Dataset, config: Conf
         return replace(task, threads=torch.get_num_threads())
 
 
-def chosen_words(task: Task, values: dict[str, Any], config: Config) -> str:
+def schedule_line(task: Task, values: dict[str, Any], config: Config) -> str:
     """One line about the schedule that a run has, and about choices that nobody made."""
     trained = config.teacher == "given" or task.short
     taught = ", the network as it was as its teacher" if config.teacher == "given" else ""
@@ -181,15 +181,14 @@ def chosen_words(task: Task, values: dict[str, Any], config: Config) -> str:
     rates = f"{config.epochs} epochs, batches of {config.batch_size}, lr {config.lr:.3g}"
     if task.threads is not None:
         rates += f", {task.threads} thread{'s' * (task.threads > 1)}"
-    besides = ""
     if config.round_to > 1 and "round_to" not in values:
-        besides = (
+        rates += (
             f"; layers keep multiples of {config.round_to} channels, which runs faster (--round-to 1 for any number)"
         )
-    return f"{kind}: {rates}{besides}"
+    return f"{kind}: {rates}"
 
 
-def after_words(result: Result, examples: int, config: Config) -> list[str]:
+def closing_lines(result: Result, examples: int, config: Config) -> list[str]:
     """Lines below the table at the end of a run."""
     found = []
     if config.task == "classification" and len(result.particles) > 1:
@@ -222,7 +221,7 @@ class _Pruning:
             progress.warn(text)
         self.task = with_threads(self.task, model, data, config, self.ranks)
         if not quiet:
-            print(chosen_words(self.task, values, config))
+            print(schedule_line(self.task, values, config))
         device = find_device(config.device)
         self.task = task = self.task.anchored()
         self.text = settings.write(task, config)
@@ -252,7 +251,7 @@ class _Pruning:
         result.write_run(out)
         if not quiet:
             progress.show(rows, f"{task.model} on {len(data.test)} {task.split} examples of {task.data}")
-            for text in after_words(result, len(data.test), config):
+            for text in closing_lines(result, len(data.test), config):
                 print(text)
             print(f"run folder: {out}\nnext: dllp report {shlex.quote(str(out))}{trusting(task)}")
 
@@ -282,7 +281,7 @@ class _Pruning:
             print(f"run folder: {out}")
 
     def dllp(
-        self, model: torch.nn.Module, data: Dataset, config: Config, new_head: list[str]
+        self, model: nn.Module, data: Dataset, config: Config, new_head: list[str]
     ) -> tuple[Result, Posterior | None]:
         """DLLP's one training, and that of the dense network to compare with, where there has to be one."""
         result = self.train(partial(api.prune, profile=self.profile), "pruned", model, data, config)
@@ -296,7 +295,7 @@ class _Pruning:
         return result, dense
 
     def other(
-        self, model: torch.nn.Module, data: Dataset, config: Config, new_head: list[str]
+        self, model: nn.Module, data: Dataset, config: Config, new_head: list[str]
     ) -> tuple[Result, Posterior | None, Result | None]:
         """Another method's trainings; compared with the given weights, or with its own network before the cut."""
         method, epochs = find_method(self.task.method), self.task.finetune_epochs
@@ -311,16 +310,12 @@ class _Pruning:
         dense = posterior_of([whole], noise, config) if self.task.dense else None
         return result, dense, pruned.before if pruned.after else None
 
-    def train(
-        self, verb: Callable[..., Result], name: str, model: torch.nn.Module, data: Any, config: Config
-    ) -> Result:
+    def train(self, verb: Callable[..., Result], name: str, model: nn.Module, data: Any, config: Config) -> Result:
         """One training with its checkpoints and its part of the log."""
         board = progress.Board(self.folder.folder / TENSORBOARD / name if self.args.tensorboard else None)
-        held = Checkpoints(
-            self.folder.checkpoints / name, every_steps=self.args.checkpoint_steps,
-            every_minutes=self.args.checkpoint_minutes, on_begin=self.begin,
-            ranks=self.ranks,
-        )  # fmt: skip
+        steps, minutes = self.args.checkpoint_steps, self.args.checkpoint_minutes
+        place = self.folder.checkpoints / name
+        held = Checkpoints(place, every_steps=steps, every_minutes=minutes, on_begin=self.begin, ranks=self.ranks)
 
         def on_start(state: RunState) -> None:
             self.signals.stop = held.stop
@@ -371,7 +366,7 @@ class _Pruning:
         if self.profile is not None:
             self.profile.write(self.folder.folder / PROFILE)
 
-    def profiled(self, model: torch.nn.Module, shape: tuple[int, ...], config: Config) -> Profile | None:
+    def profiled(self, model: nn.Module, shape: tuple[int, ...], config: Config) -> Profile | None:
         """The profile of a latency budget: the run's own, the one that was given, or one that is made now."""
         if config.keep_latency is None:
             if self.task.profile is not None:

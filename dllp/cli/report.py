@@ -15,19 +15,15 @@ from dllp import files, report
 from dllp.cli import progress
 from dllp.cli.open_run import configure, read_run, read_settings
 from dllp.data import Dataset
-from dllp.deploy import speed
-from dllp.deploy.export import input_shape
 from dllp.devices.device import find_device
 from dllp.errors import DataError, DllpError
 from dllp.evaluation import examples
+from dllp.evaluation.evaluate import dense_posterior
 from dllp.posterior import predict_data
 from dllp.report import contents, trust
 from dllp.runs import settings
 from dllp.runs.folder import PAGE
 from dllp.runs.settings import Task
-
-LAYER_BATCH = 16
-"""Examples with which layers are timed, where nobody measured them before."""
 
 
 def run(args: Namespace) -> None:
@@ -79,7 +75,7 @@ def _completed(found: contents.Run, args: Namespace, show: Callable[[str], None]
     if found.speed is None:
         show("measuring latency")
         try:
-            found = replace(found, speed=_measured(found.folder, args))
+            found = replace(found, speed=contents.brief(read_run(found.folder, args).open()))
         except DllpError as error:
             missing["latency"] = f"Latency was not measured: {error}"
     show("looking at the test data")
@@ -96,20 +92,9 @@ def _completed(found: contents.Run, args: Namespace, show: Callable[[str], None]
     return replace(found, missing=missing)
 
 
-def _measured(folder: Path, args: Namespace) -> contents.Speed:
-    """A brief look: PyTorch, one thread; `dllp speed` looks longer and at more."""
-    opened = read_run(folder, args).open()
-    result, shape = opened.result, input_shape(opened.result.model, opened.shape)
-    dense, pruned = speed.subjects(result, shape, round_to=1)
-    rows = speed.measure_torch([dense, pruned], shape)
-    cut = result.particles[0].recipe
-    layers = speed.torch_layers(dense, pruned, shape, batch=LAYER_BATCH, runs=3) if cut else []
-    return contents.Speed(rows, layers, contents.BRIEF)
-
-
 def _examples(folder: Path, args: Namespace, data: Dataset) -> examples.Examples:
     """Answers to the test data, where the folder does not hold them."""
-    opened = read_run(folder, args).open(data=data)
-    device, dense = find_device("auto"), opened.dense_posterior()
+    result = read_run(folder, args).open(data=data)
+    device, dense = find_device("auto"), dense_posterior(result)
     found = None if dense is None else predict_data(dense, data.test, device)
-    return examples.collect(predict_data(opened.result.posterior, data.test, device), found)
+    return examples.collect(predict_data(result.posterior, data.test, device), found)

@@ -18,8 +18,7 @@ from dllp.runs import settings
 from dllp.runs.settings import Task
 from dllp.structure.groups import Structure, discover
 
-CLASSES = 10
-"""Outputs of a network by name where no data say how many."""
+CLASSES = 10  # outputs of a network by name where no data say how many
 
 
 def run(args: Namespace) -> None:
@@ -63,19 +62,15 @@ def summary(structure: Structure) -> dict[str, Any]:
         return {name: float(cost.expected(gates)) / cost.dense for name, cost in costs.items()}
 
     kinds: dict[str, list[int]] = {}
+    groups = []
     for g, group in enumerate(structure.groups):
         kinds.setdefault(group.kind, []).append(g)
-    return {
-        "macs": structure.flops.dense,
-        "params": round(structure.params.dense),
-        "groups": [
-            {"name": group.name, "kind": group.kind, "units": group.units, "width": group.width, "least": least([g])}
-            for g, group in enumerate(structure.groups)
-        ],
-        "kinds": {
-            kind: {"groups": len(found), "units": sum(structure.groups[g].units for g in found), "least": least(found)}
-            for kind, found in kinds.items()
-        },
-        "least": least(range(len(structure.groups))),
-        "whole": structure.whole,
+        about = {name: getattr(group, name) for name in ("name", "kind", "units", "width")}
+        groups.append({**about, "least": least([g])})
+    by_kind = {
+        kind: {"groups": len(found), "units": sum(structure.groups[g].units for g in found), "least": least(found)}
+        for kind, found in kinds.items()
     }
+    costs = {"macs": structure.flops.dense, "params": round(structure.params.dense)}
+    every = least(range(len(structure.groups)))
+    return {**costs, "groups": groups, "kinds": by_kind, "least": every, "whole": structure.whole}

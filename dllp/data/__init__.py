@@ -68,18 +68,10 @@ def names() -> tuple[str, ...]:
 
 @undisturbed()
 def load(
-    name_or_path: str | Path,
-    *,
-    root: str | Path | None = None,
-    seed: int = 0,
-    validation: float | int = 0,
-    image_size: int | None = None,
-    augment: Augment | None = None,
-    workers: int | None = None,
-    max_bad: str | float = MAX_BAD,
-    progress: Progress | None = None,
-    report: Report | None = None,
-) -> Dataset:
+    name_or_path: str | Path, *, root: str | Path | None = None, seed: int = 0, validation: float | int = 0,
+    image_size: int | None = None, augment: Augment | None = None, workers: int | None = None,
+    max_bad: str | float = MAX_BAD, progress: Progress | None = None, report: Report | None = None,
+) -> Dataset:  # fmt: skip
     """Load a data set and check it.
 
     Args:
@@ -130,10 +122,7 @@ def load(
 
 
 def _digits() -> tuple[ArrayData, ArrayData]:
-    """(train, test) of scikit-learn's 1797 grey 8x8 digits: 1437 and 360, stratified, always the same split.
-
-    The original grey values 0..16 become uint8 by v * 255 / 16, rounded: 17 different values stay 17.
-    """
+    """(train, test) of scikit-learn's digits, 1437 and 360, stratified; grey values v of 0..16 become 255 v / 16."""
     from sklearn.datasets import load_digits
 
     values, target = load_digits(return_X_y=True)

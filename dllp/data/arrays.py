@@ -20,14 +20,10 @@ if TYPE_CHECKING:
 
 Augment = Literal["none", "crop-flip", "resized-crop"]
 Split = TypeVar("Split", bound="ArrayData | StreamedData")
-CHUNK_ELEMENTS = 2**25
-"""Augmentation works on as many batches at once as stay below this, to save kernel launches."""
-CHECKED_ELEMENTS = 2**22
-"""Elements checked for NaN at once: PyTorch's own check takes as much memory again."""
-PART = 4096
-"""Most examples of a chunk of :meth:`ArrayData.parts`."""
-MAX_CLASSES = 2**16
-"""Most classes that a file may ask for: they are counted up to the largest label."""
+CHUNK_ELEMENTS = 2**25  # augmentation works on as many batches at once as stay below this, to save kernel launches
+CHECKED_ELEMENTS = 2**22  # elements checked for NaN at once: PyTorch's own check takes as much memory again
+PART = 4096  # most examples of a chunk of :meth:`ArrayData.parts`
+MAX_CLASSES = 2**16  # most classes that a file may ask for: they are counted up to the largest label
 
 
 @dataclass(frozen=True)
@@ -190,10 +186,7 @@ def default_augment(x: Tensor) -> Augment:
 
 
 def holdout(data: Split, size: float | int, seed: int = 0) -> tuple[Split, Split]:
-    """(training, validation): `size` examples (int) or that fraction (float in (0, 1)), each class in proportion.
-
-    The validation part is not augmented.
-    """
+    """(training, validation without augmentation): `size` examples or that fraction, each class in proportion."""
     count = (round(size * len(data)) if 0 < size < 1 else 0) if isinstance(size, float) else size
     if not 0 < count < len(data):
         raise DataError(
@@ -217,9 +210,6 @@ def stratified(y: Tensor, count: int, seed: int) -> Tensor:
     take[largest[: count - int(take.sum())]] += 1
     labels = y[order]
     return torch.cat([order[labels == c][: int(n)] for c, n in enumerate(take)])
-
-
-# ---- pairs of arrays, and checks before training
 
 
 def from_pair(

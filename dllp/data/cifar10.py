@@ -29,13 +29,10 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 SIDE = 32
 PIXELS = 3 * SIDE * SIDE
 MEAN, STD = (0.49140, 0.48216, 0.44653), (0.24703, 0.24349, 0.26159)
-MEMBER_LIMIT = 40 * 2**20
-"""Most bytes of an extracted file: the official ones have 31 MB."""
+MEMBER_LIMIT = 40 * 2**20  # most bytes of an extracted file: the official ones have 31 MB
 
-Arrays = tuple[np.ndarray, np.ndarray]
-"""Images uint8 (n, 3, 32, 32) and labels (n,)."""
-Progress = Callable[[int, int | None], None]
-"""Called with the bytes so far and, where known, the bytes in all."""
+Arrays = tuple[np.ndarray, np.ndarray]  # images uint8 (n, 3, 32, 32) and labels (n,)
+Progress = Callable[[int, int | None], None]  # called with the bytes so far and, where known, the bytes in all
 
 
 class Version(NamedTuple):
@@ -122,9 +119,6 @@ def read_archive(path: Path, version: Version) -> list[Arrays]:
     return [version.decode(content, f"{path}:{name}") for content, name in zip(contents, names, strict=True)]
 
 
-# ---- the content of a member
-
-
 def decode_binary(content: bytes, place: str) -> Arrays:
     """Records of one label byte and 3072 pixel bytes."""
     if not content or len(content) % (PIXELS + 1):
@@ -205,9 +199,6 @@ BINARY = Version(
     "cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530", 170052171, "cifar-10-batches-bin", ".bin",
     decode_binary,
 )  # fmt: skip
-
-
-# ---- verified downloads
 
 
 def verify(path: Path, checksum: str, url: str) -> None:

@@ -21,11 +21,9 @@ from dllp.data.unreadable import Report, Unreadable, UnreadableImages
 from dllp.errors import DataError
 
 SPLITS = ("train", "val", "test")
-CLASS_NAMES = "classes.txt"
-"""Beside shards: the name of each class, one on a line, in the order of their numbers."""
+CLASS_NAMES = "classes.txt"  # beside shards: the name of each class, one on a line, in the order of their numbers
 CLASS_NAMES_BYTES = 2**22
-SAMPLE = 1024
-"""Training images, evenly spread, whose mean and standard deviation normalise all streamed images."""
+SAMPLE = 1024  # training images, evenly spread, whose mean and standard deviation normalise all streamed images
 
 
 class Found(NamedTuple):
@@ -95,10 +93,7 @@ def stream(splits: dict[str, Found], image_size: int, augment: Augment | None, w
 
 
 def decode(splits: dict[str, Found], size: tuple[int, int], resize: bool) -> dict[str, Any]:
-    """All images decoded into memory as RGB and normalised by the statistics of the training images.
-
-    With `resize` all are resized (bilinear) to `size`, width and height; without it all must have that size already.
-    """
+    """All images in memory as RGB of `size` (width, height), which they must have unless `resize` is given."""
     loaded: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for name, found in splits.items():
         pixels, read = _decode(found.sources, size, found.unreadable, resize)

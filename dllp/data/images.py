@@ -22,26 +22,16 @@ from dllp.data.unreadable import Unreadable
 from dllp.errors import DataError
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
-FORMATS = ("JPEG", "PNG", "BMP", "WEBP")
-"""By content, whatever a file is called: Pillow would start Ghostscript for PostScript."""
-MAX_PIXELS = 2**26
-"""An image with more is refused by its header."""
-MIN_SIDE = 2
-"""A single row of pixels is no picture: such files stand where a download went wrong."""
-DRAWS = 5
-"""Random numbers for each training image: area, aspect ratio, position (two) and mirror."""
-CENTRE = 7 / 8
-"""Side of the centre crop that evaluation looks at, in units of the image's shorter side (224 of 256)."""
-AREA, ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)
-"""Ranges of a random crop: fraction of the image's area, width over height."""
-AREA_IN_MEMORY = (0.25, 1.0)
-"""The same for images in memory: they are small, less of one is no picture any more."""
-PADDING = 4
-"""Pixels by which images in memory are shifted at most."""
-OVERSIZE = 1.5
-"""Images are decoded no smaller than this many times their later size: what is lost then cannot be seen."""
-LARGE = 2**24
-"""Pixels of an image above which it is decoded alone: by many threads at once such images would fill the memory."""
+FORMATS = ("JPEG", "PNG", "BMP", "WEBP")  # by content: Pillow would start Ghostscript for PostScript
+MAX_PIXELS = 2**26  # an image with more is refused by its header
+MIN_SIDE = 2  # a single row of pixels is no picture: such files stand where a download went wrong
+DRAWS = 5  # random numbers for each training image: area, aspect ratio, position (two) and mirror
+CENTRE = 7 / 8  # side of the centre crop that evaluation looks at, in units of the image's shorter side (224 of 256)
+AREA, ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)  # ranges of a random crop: fraction of the image's area, width over height
+AREA_IN_MEMORY = (0.25, 1.0)  # the same for images in memory: they are small, less of one is no picture any more
+PADDING = 4  # pixels by which images in memory are shifted at most
+OVERSIZE = 1.5  # images are decoded no smaller than this many times their later size: what is lost then cannot be seen
+LARGE = 2**24  # pixels of an image above which it is decoded alone: many at once would fill the memory
 ALONE = threading.Lock()
 
 
@@ -98,9 +88,6 @@ def map_images(images: Tensor, work: Callable[[Image.Image], Any], purpose: str)
     return torch.from_numpy(np.stack(done)).permute(0, 3, 1, 2).contiguous().to(images.device)
 
 
-# ---- crops
-
-
 def crop_boxes(draws: np.ndarray, area: tuple[float, float] = AREA) -> np.ndarray:
     """(B, DRAWS) random numbers -> (B, 4) width, height, horizontal and vertical position of a crop for each image.
 
@@ -114,12 +101,8 @@ def crop_boxes(draws: np.ndarray, area: tuple[float, float] = AREA) -> np.ndarra
 def crop(content: bytes, box: Sequence[float] | None, size: int) -> np.ndarray:
     """(h, w, 3) uint8: a crop of an encoded image that later becomes a square of `size` pixels.
 
-    A much larger crop is made smaller by whole factors, inside the JPEG decoder where that is possible.
-
-    Args:
-        content: The encoded image.
-        box: A row of :func:`crop_boxes`; None for the centre.
-        size: Side of the square.
+    `box` is a row of :func:`crop_boxes`, None the centre. A much larger crop is made smaller by whole factors, inside
+    the JPEG decoder where that is possible.
     """
     image = open_image(io.BytesIO(content))
     width, height = image.size
@@ -152,17 +135,11 @@ def _fitted(width: int, height: int, box: Sequence[float]) -> tuple[float, float
     return box[2] * (width - w), box[3] * (height - h), w, h
 
 
-# ---- resizing
-
-
 def resize_one(image: np.ndarray, mirror: bool, size: int) -> np.ndarray:
     """(h, w, 3) uint8 -> (3, size, size) uint8, mirrored if `mirror`."""
     old = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
     new = interpolate(old, (size, size), mode="bilinear", antialias=True)[0].numpy()
     return new[:, :, ::-1] if mirror else new
-
-
-# ---- augmentation of images in memory: batched, on any device
 
 
 def random_boxes(count: int, generator: torch.Generator, height: int, width: int) -> Tensor:
@@ -176,10 +153,7 @@ def random_boxes(count: int, generator: torch.Generator, height: int, width: int
 
 
 def crop_flip(images: Tensor, index: Tensor, offset: Tensor, flip: Tensor) -> Tensor:
-    """Images (N, C, H, W)[index] shifted by `offset` (B, 2) with reflection at the border, mirrored where `flip` (B,).
-
-    One gather: neither a padded copy of the data nor an intermediate image is made.
-    """
+    """Images (N, C, H, W)[index], shifted by `offset` (B, 2) with reflection, mirrored by `flip` (B,): one gather."""
     _, channels, height, width = images.shape
     device = images.device
     rows = _reflect(torch.arange(height, device=device) + offset[:, :1], height)

@@ -28,15 +28,9 @@ class LoaderBatches:
     """
 
     def __init__(
-        self,
-        loader: DataLoader[Any],
-        seed: int,
-        device: torch.device | str = "cpu",
-        channels_last: bool = False,
-        num_classes: int | None = None,
-        integers: bool = False,
-        as_is: bool = False,
-    ) -> None:
+        self, loader: DataLoader[Any], seed: int, device: torch.device | str = "cpu", channels_last: bool = False,
+        num_classes: int | None = None, integers: bool = False, as_is: bool = False,
+    ) -> None:  # fmt: skip
         try:
             self.steps = len(loader)
             self.num_examples = _count_examples(loader)
@@ -44,10 +38,8 @@ class LoaderBatches:
             raise DataError("the DataLoader has no length: give steps=, the batches of one epoch") from None
         if self.steps == 0 or self.num_examples == 0:
             raise DataError("the DataLoader yields no batch: check its data set, batch_size and drop_last")
-        self.loader, self.seed = loader, seed
-        self.device = torch.device(device)
-        self.channels_last = channels_last
-        self.num_classes = num_classes
+        self.loader, self.seed, self.device = loader, seed, torch.device(device)
+        self.channels_last, self.num_classes = channels_last, num_classes
         self.integers, self.as_is = integers, as_is
         self.target_shape: tuple[int, ...] = ()  # of one target, as the last batch had it
         if loader.batch_sampler is None:  # the data set makes the batches itself, and its length counts those
@@ -90,7 +82,8 @@ class LoaderBatches:
 
     def _prepare(self, batch: Any, step: int) -> tuple[Any, Tensor | None]:
         place = f"batch {step} of the DataLoader"
-        if self.as_is or not is_pair(batch):
+        pair = isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch)
+        if self.as_is or not pair:
             return trees.moved(batch, self.device), None
         x, y = batch
         if not x.ndim or not y.ndim:
@@ -189,11 +182,6 @@ def _drawing_from(generator: torch.Generator) -> Iterator[None]:
             yield
         finally:
             generator.set_state(torch.get_rng_state())
-
-
-def is_pair(batch: Any) -> bool:
-    """True for (inputs, labels), two tensors."""
-    return isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch)
 
 
 def _count_examples(loader: DataLoader[Any]) -> int:

@@ -25,12 +25,8 @@ NOISE, LEFT_OUT = "noise", "left-out"
 def find(name: str, like: ArrayData, *, left_out: ArrayData | None = None, root: str | None = None) -> ArrayData:
     """Out-of-distribution inputs by name, in the shape of `like`.
 
-    Args:
-        name: `noise`, a data set that :func:`dllp.data.load` knows (its test split), `left-out`, or a folder: a data
-            set's, or one that just holds images.
-        like: In-distribution data of the network.
-        left_out: The inputs called `left-out`: examples of the classes that a run was not trained on.
-        root: Folder in which `cifar10` is looked for first.
+    The name is `noise`, a data set that :func:`dllp.data.load` knows (its test split), a folder of a data set or of
+    images, or `left-out`: the given examples of classes that a run was not trained on.
     """
     if name == NOISE:
         return noise(like)

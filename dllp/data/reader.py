@@ -25,15 +25,11 @@ from dllp.data.images import crop, crop_boxes, resize_one
 from dllp.data.sources import Sources
 from dllp.data.unreadable import Unreadable
 
-MAX_WORKERS = 16
-"""Worker processes by default."""
-PREFETCH = 2
-"""Batches that each worker prepares in advance."""
-TRIES = 100
-"""Unreadable images in a row before training gives up."""
+MAX_WORKERS = 16  # worker processes by default
+PREFETCH = 2  # batches that each worker prepares in advance
+TRIES = 100  # unreadable images in a row before training gives up
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-PARENT_CHECK = 1.0
-"""Seconds between two checks that the parent is alive."""
+PARENT_CHECK = 1.0  # seconds between two checks that the parent is alive
 
 
 def cores() -> int:
@@ -42,14 +38,8 @@ def cores() -> int:
     return min(max(1, own // int(os.environ.get("LOCAL_WORLD_SIZE", 1))), MAX_WORKERS)
 
 
-# ---- batches
-
-
 class Request(NamedTuple):
-    """Images of one batch by index (B,), and random numbers (B, DRAWS) for crops; None takes the centre of each.
-
-    The next readable image takes the place of an unreadable one.
-    """
+    """Images of one batch by index (B,), and random numbers (B, DRAWS) for crops; None takes the centre of each."""
 
     numbers: np.ndarray
     draws: np.ndarray | None = None
@@ -89,9 +79,6 @@ class Reader(Dataset[Decoded]):
             squares = [resize_one(image, mirror, size) for image, mirror in crops]
         pixels = np.stack(squares) if squares else np.empty((0, 3, size, size), np.uint8)
         return Decoded(torch.from_numpy(pixels), torch.tensor(numbers).long(), unreadable)
-
-
-# ---- processes and signals
 
 
 def check_workers() -> None:

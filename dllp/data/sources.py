@@ -25,32 +25,23 @@ from dllp.data.images import SUFFIXES
 from dllp.data.unreadable import Unreadable
 from dllp.errors import DataError
 
-MAX_IMAGE_BYTES = 2**28
-"""Most bytes of one encoded image."""
+MAX_IMAGE_BYTES = 2**28  # most bytes of one encoded image
 BLOCK = 512
 EXTENDED = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME)
-MAX_EXTENDED_HEADER = 2**16
-"""Most bytes of an extended tar header: it holds a name and a few times."""
+MAX_EXTENDED_HEADER = 2**16  # most bytes of an extended tar header: it holds a name and a few times
 LABEL_BYTES = 16
 _SHARD = re.compile(r"(train|val|test)-\d+\.tar")
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Images by index.
+    """N images by index, in F files."""
 
-    Attributes:
-        root: The folder that all names are relative to.
-        names: (F,) encoded names of the files.
-        file: (N,) index of the file that holds each image, from byte `offset` (N,) on; `size` (N,) is -1 for the
-            whole file.
-    """
-
-    root: str
-    names: np.ndarray
-    file: np.ndarray
-    offset: np.ndarray
-    size: np.ndarray
+    root: str  # the folder that all names are relative to
+    names: np.ndarray  # (F,) encoded names of the files
+    file: np.ndarray  # (N,) index of the file that holds each image
+    offset: np.ndarray  # (N,) its first byte
+    size: np.ndarray  # (N,) -1 for the whole file
 
     def __len__(self) -> int:
         return len(self.file)
@@ -90,9 +81,6 @@ def from_files(root: Path, paths: list[str]) -> Sources:
     return Sources(str(root), names, np.arange(len(paths), dtype=np.int32), zeros, zeros - 1)
 
 
-# ---- class folders
-
-
 def from_class_folders(root: Path, split: str) -> tuple[Sources, dict[str, int]]:
     """Images of split/<class>/, in the order of their names, and how many each class has."""
     paths: list[str] = []
@@ -130,9 +118,6 @@ def scan(root: Path, folder: str) -> list[os.DirEntry[str]]:
             return list(found)
     except OSError as error:
         raise DataError(f"cannot read {root / folder}: {error.strerror}") from None
-
-
-# ---- tar shards
 
 
 def find_shards(folder: Path) -> dict[str, list[Path]]:

@@ -26,10 +26,8 @@ from dllp.data.sources import Sources
 from dllp.data.unreadable import Unreadable, UnreadableImages
 from dllp.errors import DataError
 
-IN_MEMORY = 2**32
-"""Bytes up to which decoded images are kept in memory."""
-THREAD_CHUNK = 64
-"""Images that a thread decodes before it takes the next ones."""
+IN_MEMORY = 2**32  # bytes up to which decoded images are kept in memory
+THREAD_CHUNK = 64  # images that a thread decodes before it takes the next ones
 
 
 @dataclass(frozen=True)
@@ -80,10 +78,7 @@ class StreamedData:
         self.unreadable.add((self.sources.name(number), reason) for number, reason in images)
 
     def decoded(self) -> ArrayData:
-        """The centre of every image, decoded once and for all; unreadable images are left out.
-
-        Beyond :data:`IN_MEMORY` bytes they lie in a temporary file, which the system reads as they are needed.
-        """
+        """The centre of every readable image, decoded once; beyond :data:`IN_MEMORY` bytes in a temporary file."""
         size = self.image_size
 
         def decode(i: int) -> np.ndarray:
@@ -185,11 +180,8 @@ class StreamBatches:
         """Read only a part of every batch, where other processes read the others.
 
         The images of a batch, their random crops, and the handling of unreadable images do not depend on the parts.
-
-        Args:
-            part: Examples of a batch that this process reads.
-            exchange: All-gather of one message of each process, in the order of their parts; called once a batch.
-            first: This process reports errors; the others raise them silently.
+        `exchange` gathers one message of each process, in the order of their parts, once a batch; the `first` process
+        reports errors, the others raise them silently.
         """
         self.part, self._exchange, self._first = part, exchange, first
         self._live: Iterator[Decoded] | None = None

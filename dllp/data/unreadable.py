@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from dllp.errors import ConfigError, DataError
 
 MAX_BAD = "0.1%"
-LISTED = 10
-"""Names that an error lists."""
+LISTED = 10  # names that an error lists
 
 
 class Unreadable(Exception):
@@ -34,13 +33,7 @@ Report = Callable[[SkippedImage], None]
 
 @dataclass
 class UnreadableImages:
-    """The unreadable images of one split.
-
-    Args:
-        total: Images of the split.
-        max_bad: Fraction of them that may be unreadable, see :func:`parse_fraction`.
-        report: Called with each unreadable image.
-    """
+    """The unreadable ones of `total` images of a split, of which the fraction `max_bad` may be; each is reported."""
 
     total: int
     max_bad: str | float = MAX_BAD
@@ -48,10 +41,7 @@ class UnreadableImages:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def add(self, images: Iterable[tuple[str, str]]) -> None:
-        """Count images by name and reason, each once; raise where there are too many.
-
-        All of them are counted first, so that the error lists every file to repair and not only the first.
-        """
+        """Count images by name and reason, each once; where there are too many, an error lists all of them."""
         new = {name: reason for name, reason in images if name not in self.reasons}
         known = len(self.reasons)
         self.reasons |= new

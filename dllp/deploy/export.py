@@ -25,22 +25,18 @@ from dllp.devices.device import undisturbed
 from dllp.errors import ConfigError, ExportError, check_count
 from dllp.method.likelihood import split_noise
 from dllp.posterior import decompose, evaluating, logits_of
-from dllp.structure.groups import chosen_again, discover
+from dllp.structure.groups import discover_again
 from dllp.structure.padding import fill, kept_units, padded
 from dllp.structure.slicing import kept_indices
 from dllp.structure.trace import UNFIT
 from dllp.training.extract import plain
 
 Format = Literal["onnx", "pt2", "huggingface"]
-Shape = tuple[int, ...] | Mapping[str, Tensor]
-"""Of one input, or a batch of several inputs by name."""
+Shape = tuple[int, ...] | Mapping[str, Tensor]  # of one input, or a batch of several inputs by name
 INPUT = "input"
-OUTPUTS = ("prediction", "aleatoric", "epistemic")
-"""Of the posterior; one that is called `mean` makes an invalid ONNX model."""
-BATCHES = (1, 2, 5)
-"""Batch sizes with which an exported file is checked."""
-TOLERANCE = 1e-3
-"""Largest accepted difference from PyTorch, relative to the largest output (but at least 1)."""
+OUTPUTS = ("prediction", "aleatoric", "epistemic")  # of the posterior; `mean` would make an invalid ONNX model
+BATCHES = (1, 2, 5)  # batch sizes with which an exported file is checked
+TOLERANCE = 1e-3  # largest accepted difference from PyTorch, relative to the largest output (but at least 1)
 
 
 @dataclass(frozen=True)
@@ -155,15 +151,9 @@ def format_of(path: Path, wanted: str | None) -> Format:
 
 @undisturbed()
 def export(
-    result: Result,
-    path: str | Path,
-    shape: Shape,
-    *,
-    format: Format | None = None,
-    particle: int | None = 0,
-    uint8: bool = False,
-    pad_to: int = 1,
-) -> Exported:
+    result: Result, path: str | Path, shape: Shape, *, format: Format | None = None, particle: int | None = 0,
+    uint8: bool = False, pad_to: int = 1,
+) -> Exported:  # fmt: skip
     """Write a run's networks as one file with a dynamic batch, after checking it against PyTorch.
 
     Args:
@@ -226,9 +216,7 @@ def wider(result: Result, particle: int, shape: tuple[int, ...], multiple: int) 
         return chosen.network
     whole = plain(chosen.reference)
     fill(whole, chosen.network, kept_indices(whole, chosen.recipe))  # other methods train or mend what they have cut
-    again = chosen_again(result.whole)
-    options = {"units": result.config.units, "even": result.config.even}
-    structure = discover(whole, inputs(2, shape), filter_fn=again, **options)
+    structure = discover_again(whole, inputs(2, shape), result.whole, result.config)
     return padded(whole, structure, kept_units(whole, structure, chosen.recipe), multiple)[0].eval()
 
 
@@ -248,9 +236,6 @@ def _assembled(result: Result, networks: list[nn.Module], particle: int | None, 
     if known.get("dtype", "uint8") != "uint8" or len(shape) != 3 or "mean" not in known:
         raise ConfigError("the run does not hold the normalisation of uint8 images: export it without --uint8")
     return Pixels(whole, known["mean"] or [0.0], known.get("std") or [1.0]).eval()
-
-
-# ---- files
 
 
 def onnx_missing() -> list[str]:
@@ -306,9 +291,9 @@ def packed(
     program: torch.export.ExportedProgram, format: Format, outputs: Sequence[str] = ("output",),
     names: Sequence[str] = (INPUT,),
 ) -> bytes:  # fmt: skip
-    """A graph as the content of an ONNX or pt2 file; PyTorch's own writing of files aborts on a full disk.
+    """A graph as the content of an ONNX or pt2 file, without places in source code, which tell of the machine.
 
-    Places of its operations in source code are left out: they tell of the machine that wrote it.
+    PyTorch's own writing of files aborts on a full disk.
     """
     with _quiet(), _one_line():
         if format == "pt2":
@@ -318,10 +303,9 @@ def packed(
             torch.export.save(program, buffer)
             return buffer.getvalue()
         example = program.example_inputs[0][0] if program.example_inputs else None
-        options: dict[str, Any] = dict(
-            input_names=list(names), output_names=list(outputs), dynamic_shapes=_any_batch(example)
-        )
-        done = torch.onnx.export(program, (), dynamo=True, external_data=False, verbose=False, **options)
+        named: dict[str, Any] = dict(input_names=list(names), output_names=list(outputs))
+        named["dynamic_shapes"] = _any_batch(example)
+        done = torch.onnx.export(program, (), dynamo=True, external_data=False, verbose=False, **named)
         model = cast(torch.onnx.ONNXProgram, done).model_proto
         graph = model.graph
         for part in (graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):

@@ -20,8 +20,7 @@ from dllp.devices.trees import tensors
 from dllp.errors import ConfigError, ExportError
 from dllp.runs.folder import new_folder
 
-TRIES = 256
-"""Most configurations whose shapes are looked at."""
+TRIES = 256  # most configurations whose shapes are looked at
 UNEVEN = (
     "its layers have sizes that no single config.json gives: save the run and use dllp.load, or prune with even = True"
 )
@@ -29,14 +28,10 @@ UNEVEN = (
 
 @torch.no_grad()
 def write(network: nn.Module, original: nn.Module, folder: Path, example: Tensor | Mapping[str, Tensor]) -> int:
-    """Write a cut network that `from_pretrained` of its own class reads; the number of bytes.
+    """Write a cut network into a new folder that `from_pretrained` of its own class reads; the number of bytes.
 
-    Args:
-        network: The cut network, in evaluation mode.
-        original: It before the cut, with its configuration.
-        folder: New or empty; it is written whole or not at all.
-        example: Inputs, several by name, for which the network that is read back must give the same numbers, bit for
-            bit.
+    `original` is the network before the cut, with its configuration. For the `example`, inputs or several by name, the
+    network that is read back must give the same numbers, bit for bit.
     """
     if not all(hasattr(network, name) for name in ("config", "save_pretrained", "from_pretrained")):
         raise ConfigError(

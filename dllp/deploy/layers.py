@@ -22,8 +22,7 @@ from dllp.errors import ArtifactError
 from dllp.structure.groups import discover
 
 CONVOLUTIONS = ("Conv", "FusedConv", "NhwcFusedConv")
-BLOCKED = "_nchwc"
-"""Suffix of onnxruntime for the name of a kernel that works on blocks of channels."""
+BLOCKED = "_nchwc"  # suffix of onnxruntime for the name of a kernel that works on blocks of channels
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dllp.deploy.export import INPUT, inputs, onnx_missing, packed, require_onnx, trace
-from dllp.deploy.layers import kernel_events
+from dllp.deploy.layers import BLOCKED, kernel_events
 from dllp.deploy.runtimes import Call, Samples, interleaved, limited, onnx_samples
 from dllp.devices.device import processor
 from dllp.devices.ranks import Ranks
@@ -27,44 +28,44 @@ from dllp.structure.rules import Form
 from dllp.structure.slicing import copied, cut, recipe
 
 Runtime = Literal["onnxruntime", "torch", "torch-cuda"]
-FRACTIONS = (0.75, 0.5, 0.25)
-"""Widths of the whole networks that are timed beside the dense one."""
-RUNS = 9
-"""Samples of a layer at one width, which take turns with those of its other widths."""
-REPEATS = 20
-"""Calls of a layer in one CUDA graph: a single one takes less time than its launch."""
-SECONDS = 6.0
-"""Time for which whole networks are measured, together."""
-NEAR = 0.05
-"""Relative distance from a latency budget from which on a run says that it is not met."""
+FRACTIONS = (0.75, 0.5, 0.25)  # widths of the whole networks that are timed beside the dense one
+RUNS = 9  # samples of a layer at one width, which take turns with those of its other widths
+REPEATS = 20  # calls of a layer in one CUDA graph: a single one takes less time than its launch
+SECONDS = 6.0  # time for which whole networks are measured, together
+NEAR = 0.05  # relative distance from a latency budget from which on a run says that it is not met
 
 
-class Timer(Protocol):
-    """A runtime that can be timed."""
+class Timer(ABC):
+    """Times layers and networks on a runtime, for inputs of one shape."""
 
+    def __init__(self, shape: tuple[int, ...], threads: int, batch: int) -> None:
+        self.shape, self.threads, self.batch = shape, threads, batch
+
+    @abstractmethod
     def layer(self, form: Form, inputs: int, outputs: Sequence[int]) -> list[float]:
         """Seconds of a layer with so many inputs, for each number of outputs."""
-        ...
 
+    @abstractmethod
     def networks(self, networks: Sequence[nn.Module]) -> list[float]:
         """Seconds of whole networks, which take turns."""
-        ...
+
+    def input_of(self, form: Form, count: int, made: int) -> tuple[int, ...]:
+        """Shape of a layer's inputs; channels that have a group each are as many as the outputs."""
+        if not form.kernel:
+            return (self.batch * form.size[0], count)
+        return (self.batch, made if form.groups == 0 else count * form.groups, *form.size)
 
 
 def measure_profile(
     model: nn.Module, shape: tuple[int, ...], *, runtime: str = "onnxruntime", threads: int = 1, batch: int = 1,
     filter_fn: FilterFn | None = None, timer: Timer | None = None, progress: Callable[[str], None] = lambda text: None,
 ) -> Profile:  # fmt: skip
-    """Time a network's layers, and the network cut to several widths, on this machine.
+    """Time a network's layers, and the network cut to several widths, on this machine; its weights do not matter.
 
     Args:
-        model: Its weights do not matter.
         shape: Of one input, without the batch.
-        runtime: `onnxruntime` or `torch` on the CPU, `torch-cuda` as a captured graph.
-        threads: CPU threads.
-        batch: Examples in a call.
         filter_fn: Of the run that the profile is for: layers that stay whole need one width only.
-        timer: Another runtime.
+        timer: A runtime that is none of :data:`Runtime`.
         progress: Called with the name of what is timed.
     """
     model = copied(model).cpu().eval()
@@ -103,14 +104,9 @@ def measure_profile(
 
 
 class Clock:
-    """The time of a run's networks, by a profile that is given or made here; of several processes the first measures.
+    """The time of a run's networks, by a profile (or its file) that is given, or made here by the first process.
 
-    Args:
-        structure: Of the network; :attr:`structure` is the same with its latency.
-        example: Of the network's inputs.
-        profile: A profile or its file; None measures this machine.
-        filter_fn, device, ranks: Those of the run.
-        timer: Another runtime.
+    The attribute `structure` is the given one with its latency.
     """
 
     def __init__(
@@ -136,8 +132,8 @@ class Clock:
         if self.profile.machine == machine(self.profile.runtime):
             here = versions(self.profile.runtime)
             if here != self.profile.versions:
-                wrong = f"the profile is of {_words(self.profile.versions)}, here is {_words(here)}"
-                raise ConfigError(f"{wrong}: renew it")
+                theirs, ours = (", ".join(map(" ".join, each.items())) for each in (self.profile.versions, here))
+                raise ConfigError(f"the profile is of {theirs}, here is {ours}: renew it")
             timer = timer or timer_of(self.profile.runtime, shape, self.profile.threads, self.profile.batch)
             measure = partial(_relative, timer, copied(model).cpu().eval(), structure)
             self.latency = replace(self.latency, measure=measure)
@@ -173,15 +169,8 @@ def _relative(timer: Timer, model: nn.Module, structure: Structure, kept: Tensor
     return small / dense
 
 
-def _words(found: dict[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in found.items())
-
-
 def _percents(values: Sequence[float]) -> str:
     return ", ".join(f"{100 * value:.1f}%" for value in values)
-
-
-# ---- where
 
 
 def machine(runtime: str) -> str:
@@ -222,25 +211,10 @@ def timer_of(runtime: str, shape: tuple[int, ...], threads: int, batch: int) -> 
     return CudaTimer(shape, threads, batch)
 
 
-# ---- runtimes
-
-
-class _Timer:
-    def __init__(self, shape: tuple[int, ...], threads: int, batch: int) -> None:
-        self.shape, self.threads, self.batch = shape, threads, batch
-
-    def input_of(self, form: Form, count: int, made: int) -> tuple[int, ...]:
-        """Shape of a layer's inputs; channels that have a group each are as many as the outputs."""
-        if not form.kernel:
-            return (self.batch * form.size[0], count)
-        return (self.batch, made if form.groups == 0 else count * form.groups, *form.size)
-
-
-class OnnxTimer(_Timer):
+class OnnxTimer(Timer):
     """onnxruntime on the CPU. Layers are timed inside one graph: converting their inputs costs what a network saves."""
 
-    exported: tuple[nn.Module, bytes] | None = None
-    """The dense network, which is measured beside every other one."""
+    exported: tuple[nn.Module, bytes] | None = None  # the dense network, which is measured beside every other one
 
     def layer(self, form: Form, inputs: int, outputs: Sequence[int]) -> list[float]:
         from onnx import TensorProto, helper, numpy_helper
@@ -268,8 +242,8 @@ class OnnxTimer(_Timer):
             path = Path(folder) / "layers.onnx"
             path.write_bytes(content.SerializeToString())
             samples: dict[str, list[float]] = {}
-            for event in kernel_events(path, feed, RUNS, self.threads):
-                samples.setdefault(event[0].removesuffix("_nchwc"), []).append(event[1])
+            for name, seconds in kernel_events(path, feed, RUNS, self.threads):
+                samples.setdefault(name.removesuffix(BLOCKED), []).append(seconds)
         found = [samples.get(f"layer{made}") or samples.get(f"y{made}") or [] for made in outputs]
         if not all(found):
             raise ConfigError(f"onnxruntime does not tell the time of {json.dumps(form.kernel)} convolutions")
@@ -279,16 +253,14 @@ class OnnxTimer(_Timer):
         with tempfile.TemporaryDirectory() as folder:
             paths = [Path(folder) / f"{i}.onnx" for i in range(len(networks))]
             for path, network in zip(paths, networks, strict=True):
-                if self.exported is not None and self.exported[0] is network:
-                    path.write_bytes(self.exported[1])
-                else:
-                    path.write_bytes(packed(trace(network, inputs(2, self.shape)), "onnx"))
+                known = self.exported[1] if self.exported is not None and self.exported[0] is network else None
+                path.write_bytes(known or packed(trace(network, inputs(2, self.shape)), "onnx"))
             self.exported = networks[0], paths[0].read_bytes()
             found = onnx_samples(paths, inputs(self.batch, self.shape), "cpu", self.threads, SECONDS)
         return [_median(each, self.threads) for each in found]
 
 
-class TorchTimer(_Timer):
+class TorchTimer(Timer):
     """PyTorch on the CPU, operation by operation."""
 
     device = "cpu"

@@ -21,13 +21,10 @@ from dllp.deploy.export import INPUT, inputs, packed, trace
 from dllp.runs.tensors import write_network
 
 TORCH, ONNX, INT8 = "PyTorch", "onnxruntime", "onnxruntime int8"
-BATCH = 32
-"""Examples at once in calibration and accuracy."""
-SAMPLE, FEWEST, MOST = 0.005, 7, 400
-"""Seconds that one sample lasts at least, and the number of samples of each network."""
+BATCH = 32  # examples at once in calibration and accuracy
+SAMPLE, FEWEST, MOST = 0.005, 7, 400  # least seconds of a sample, and number of samples of each network
 Call = Callable[[], Any]
-Samples = list[tuple[float, float]]
-"""Seconds and CPU seconds of one call, by sample."""
+Samples = list[tuple[float, float]]  # seconds and CPU seconds of one call, by sample
 
 
 @dataclass(frozen=True)
@@ -38,9 +35,6 @@ class Subject:
     network: nn.Module
     macs: float
     trained: bool = False
-
-
-# ---- time
 
 
 def interleaved(calls: Sequence[Call], seconds: float, fewest: int | None = None) -> list[Samples]:
@@ -75,9 +69,6 @@ def limited(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-# ---- PyTorch
 
 
 def torch_samples(
@@ -116,9 +107,6 @@ def cuda_peak(network: nn.Module, x: Tensor) -> int:
     finally:
         network.cpu()
     return peak
-
-
-# ---- onnxruntime
 
 
 def written(subject: Subject, shape: tuple[int, ...], folder: Path, index: int) -> dict[str, Path]:

@@ -14,15 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from dllp.api import Result
-from dllp.config import Units
 from dllp.data import ArrayData, Dataset, stratified
 from dllp.deploy import runtimes
 from dllp.deploy.export import inputs, require_onnx
 from dllp.deploy.layers import LayerTime, holding_back, layers, torch_layers
 from dllp.deploy.memory import peak_bytes
 from dllp.deploy.runtimes import INT8, ONNX, TORCH, Samples, Subject
-from dllp.errors import ConfigError
-from dllp.structure.groups import FilterFn, chosen_again, discover
+from dllp.errors import ConfigError, check_count
+from dllp.structure.groups import Structure, discover, discover_again
 from dllp.structure.padding import kept_units, padded, rounded
 
 __all__ = [
@@ -31,13 +30,8 @@ __all__ = [
     "multiples", "subjects", "torch_layers", "torch_rows", "truth",
 ]  # fmt: skip
 DENSE, PRUNED = "dense", "pruned"
-CALIBRATION = 256
-"""Training examples that the ranges of int8 activations are taken from."""
-WORK = 4e12
-"""Multiply-accumulates of the dense network that its accuracy may take: all of CIFAR-10's test set by VGG-16."""
-
-
-# ---- networks
+CALIBRATION = 256  # training examples that the ranges of int8 activations are taken from
+WORK = 4e12  # MACs that measuring accuracy may take: all of CIFAR-10's test set by VGG-16
 
 
 def subjects(result: Result, shape: tuple[int, ...], *, particle: int = 0, round_to: int = 8) -> list[Subject]:
@@ -52,28 +46,15 @@ def subjects(result: Result, shape: tuple[int, ...], *, particle: int = 0, round
         Subject(name, network, discover(network, inputs(2, shape), channels=False).flops.dense, trained)
         for name, network, trained in ((DENSE, dense, dense is result.original), (PRUNED, chosen.network, True))
     ]
-    if not chosen.recipe:
+    check_count(round_to=round_to)
+    if not chosen.recipe or round_to == 1:
         return both
-    config, again = result.config, chosen_again(result.whole)
-    return [
-        *both,
-        *multiples(chosen.reference, chosen.recipe, shape, round_to, again, config.units, even=config.even),
-    ]
+    structure = discover_again(chosen.reference, inputs(2, shape), result.whole, result.config)
+    return [*both, *multiples(chosen.reference, chosen.recipe, structure, round_to)]
 
 
-def multiples(
-    reference: nn.Module, recipe: Any, shape: tuple[int, ...], round_to: int, filter_fn: FilterFn | None = None,
-    units: Units | None = None, *, even: bool = False,
-) -> list[Subject]:  # fmt: skip
-    """The pruned network with dead channels added, and with the widths that `round_to` would have chosen.
-
-    `filter_fn`, `units` and `even` are those of the run.
-    """
-    if round_to < 1:
-        raise ConfigError(f"round_to = {round_to}: a positive number of channels is needed")
-    if round_to == 1:
-        return []
-    structure = discover(reference, inputs(2, shape), filter_fn=filter_fn, units=units, even=even)
+def multiples(reference: nn.Module, recipe: Any, structure: Structure, round_to: int) -> list[Subject]:
+    """The pruned network with dead channels added, and with the widths that `round_to` would have chosen."""
     keep = kept_units(reference, structure, recipe)
     ways = {f"padded to {round_to}": padded, f"rounded to {round_to}": rounded}
     return [Subject(f"{PRUNED}, {name}", *way(reference, structure, keep, round_to)) for name, way in ways.items()]
@@ -99,25 +80,12 @@ def images(data: Dataset, macs: float, task: str = "classification") -> Images:
     return Images(replace(train, mean=test.mean, std=test.std).inputs(slice(None)), test if labelled else None)
 
 
-# ---- rows
-
-
 @dataclass(frozen=True)
 class Row:
-    """One network in one setting.
-
-    Attributes:
-        network, runtime, device, threads, batch: The setting; int8 is a runtime of its own.
-        median, low, high: Seconds of one batch: median and quartiles of `samples` interleaved samples.
-        cpu: Median CPU seconds of one batch, all threads of the process: on a busy machine the steadier figure.
-        macs, bytes, memory: Multiply-accumulates of one example, bytes on disk, peak bytes of the inference.
-        speedup: The dense network's median over this one's, same setting (int8: against onnxruntime's floats).
-        share: Fraction of the time saved over fraction of the FLOPs saved: 1 where every FLOP became time.
-        accuracy: On test examples, in onnxruntime; None where it was not measured.
-    """
+    """One network in one setting: seconds of one batch are median and quartiles of interleaved samples."""
 
     network: str
-    runtime: str
+    runtime: str  # int8 is one of its own
     device: str
     threads: int
     batch: int
@@ -125,13 +93,13 @@ class Row:
     low: float
     high: float
     samples: int
-    cpu: float
-    macs: float
-    bytes: int
-    memory: int | None = None
-    speedup: float | None = None
-    share: float | None = None
-    accuracy: float | None = None
+    cpu: float  # median CPU seconds of one batch, all threads of the process: on a busy machine the steadier figure
+    macs: float  # of one example
+    bytes: int  # on disk
+    memory: int | None = None  # peak bytes of the inference
+    speedup: float | None = None  # the dense network's median over this one's (int8: against onnxruntime's floats)
+    share: float | None = None  # of the time saved over that of the FLOPs saved: 1 where every FLOP became time
+    accuracy: float | None = None  # on test examples, in onnxruntime; None where it was not measured
 
     @property
     def undisturbed(self) -> float:
@@ -161,8 +129,7 @@ class Timed:
         return "\n".join([*lines, advice(self.rows)])
 
 
-NOTICED = 1.1
-"""Gain from which on another way is worth a line of advice."""
+NOTICED = 1.1  # gain from which on another way is worth a line of advice
 
 
 def advice(rows: Sequence[Row]) -> str:
@@ -170,18 +137,16 @@ def advice(rows: Sequence[Row]) -> str:
     row = headline(rows)
     if row is None:
         return ""
-    setting = (row.runtime, row.device, row.threads, row.batch)
-    others = [r for r in rows if (r.runtime, r.device, r.threads, r.batch) == setting and r.network.startswith(PRUNED)]
-    gains = {r.network.rpartition(", ")[2]: row.median / r.median for r in others if r is not row}
-    padded_to = next((name for name in gains if name.startswith("padded")), "")
-    rounded_to = next((name for name in gains if name.startswith("rounded")), "")
+    gains, multiple = {"padded": 0.0, "rounded": 0.0}, ""
+    for other in rows:
+        if describe(other) == describe(row) and other.network.startswith(f"{PRUNED}, "):
+            way, _, multiple = other.network.removeprefix(f"{PRUNED}, ").partition(" to ")
+            gains[way] = row.median / other.median
     found = []
-    if gains.get(padded_to, 0) >= NOTICED:
-        found.append(
-            f"exported with --pad-to {padded_to.split()[-1]} it gives the same answers {gains[padded_to]:.2f}x as fast"
-        )
-    if gains.get(rounded_to, 0) >= max(NOTICED, NOTICED * gains.get(padded_to, 0)):
-        found.append(f"a run with --round-to {rounded_to.split()[-1]} gives a network {gains[rounded_to]:.2f}x as fast")
+    if gains["padded"] >= NOTICED:
+        found.append(f"exported with --pad-to {multiple} it gives the same answers {gains['padded']:.2f}x as fast")
+    if gains["rounded"] >= max(NOTICED, NOTICED * gains["padded"]):
+        found.append(f"a run with --round-to {multiple} gives a network {gains['rounded']:.2f}x as fast")
     if found:
         return f"odd numbers of channels hold it back: {'; '.join(found)}"
     if row.share is not None and row.share < 0.5:
@@ -206,10 +171,10 @@ def truth(rows: Sequence[Row], layers: Sequence[LayerTime]) -> str:
 
 def compared(rows: Sequence[Row]) -> list[Row]:
     """The rows with their gain over the dense network of the same setting."""
-    dense = {(r.runtime, r.device, r.threads, r.batch): r for r in rows if r.network == DENSE}
+    dense = {describe(row): row for row in rows if row.network == DENSE}
     result = []
     for row in rows:
-        base = dense.get((ONNX if row.runtime == INT8 else row.runtime, row.device, row.threads, row.batch))
+        base = dense.get(describe(replace(row, runtime=ONNX) if row.runtime == INT8 else row))
         if base is not None and row is not base:
             saved = 1 - row.macs / base.macs
             share = (1 - row.median / base.median) / saved if saved > 0 and row.runtime != INT8 else None
@@ -230,15 +195,9 @@ def describe(row: Row) -> str:
 
 
 def headline(rows: Sequence[Row]) -> Row | None:
-    """The row to quote: the pruned network in the largest batch on the fewest threads.
-
-    In onnxruntime where that was measured: the layers are timed there, too, and both must fit.
-    """
+    """The row to quote: the pruned network in the largest batch on the fewest threads, best in onnxruntime."""
     found = [row for row in rows if row.network == PRUNED and row.speedup is not None and row.runtime != INT8]
     return min(found, key=lambda row: (row.device != "cpu", row.threads, -row.batch, row.runtime != ONNX), default=None)
-
-
-# ---- measurement
 
 
 def measure(
@@ -252,12 +211,10 @@ def measure(
 
     Args:
         found: The networks, the dense one first.
-        shape: Of one input, without the batch.
-        batches: Batch sizes.
         threads: Numbers of CPU threads; by default 1 and all.
         seconds: How long one setting is measured for.
-        images: For the accuracy of trained networks, and to calibrate int8: without them that is done with random
-            inputs, which gives its time only.
+        images: For the accuracy of trained networks, and to calibrate int8: by default with random inputs, which gives
+            its time only.
         progress: Called with the name of each setting before it is measured.
     """
     require_onnx()
@@ -309,20 +266,15 @@ def measure_torch(
     return compared([row for part in parts for row in part])
 
 
-def measure_onnx(
-    found: Sequence[Subject], shape: tuple[int, ...], *, batches: Sequence[int] = (1,), seconds: float = 0.5
-) -> list[Row]:
-    """A brief measurement in onnxruntime on one thread of the processor, without int8 and peak memory."""
+def measure_onnx(found: Sequence[Subject], shape: tuple[int, ...], seconds: float = 0.5) -> list[Row]:
+    """A brief measurement of one example in onnxruntime on one thread, without int8 and peak memory."""
     require_onnx()
-    rows: list[Row] = []
+    setting: dict[str, Any] = dict(device="cpu", threads=1, batch=1)
     with tempfile.TemporaryDirectory() as folder:
         paths = [runtimes.written(subject, shape, Path(folder), i)[ONNX] for i, subject in enumerate(found)]
-        for batch in batches:
-            samples = runtimes.onnx_samples(paths, inputs(batch, shape), "cpu", 1, seconds)
-            for subject, path, part in zip(found, paths, samples, strict=True):
-                setting: dict[str, Any] = dict(device="cpu", threads=1, batch=batch)
-                rows.append(_row(subject, ONNX, part, path.stat().st_size, None, **setting))
-    return compared(rows)
+        samples = runtimes.onnx_samples(paths, inputs(1, shape), "cpu", 1, seconds)
+        parts = zip(found, samples, paths, strict=True)
+        return compared([_row(s, ONNX, part, path.stat().st_size, None, **setting) for s, part, path in parts])
 
 
 def torch_rows(

@@ -12,17 +12,13 @@ from dllp.devices import trees
 from dllp.errors import first_line
 
 WARMUP = 3  # eager steps before the capture, in which libraries choose their kernels
-SHAPES = 8
-"""Most shapes of batches that are captured: a graph holds the memory of its whole step."""
+SHAPES = 8  # most shapes of batches that are captured: a graph holds the memory of its whole step
 
 
 class Capture:
-    """Calls `step(x, y)`; on CUDA the call is captured once for each key and shape, and replayed.
+    """Calls `step(x, y)` on batches of any structure; on CUDA captured once for each key and shape, and replayed.
 
-    Both may be batches of any structure (:mod:`dllp.devices.trees`).
-
-    Attributes:
-        state: `eager`, `graph`, or `eager (reason)` where capturing failed.
+    `state` is `eager`, `graph`, or `eager (reason)` where capturing failed.
     """
 
     def __init__(

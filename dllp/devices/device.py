@@ -21,10 +21,7 @@ WORKSPACE, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 """cuBLAS is deterministic with these workspaces only, and reads the variable when it starts."""
 AUTOCAST_ONLY = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 """Modules whose weight goes into one operation that autocast casts it for, and nowhere else; not their subclasses."""
-
-
-TRIES, WORTH = 5, 0.9
-"""Repeats by which one thread is compared with all, and the share of its time at which all are worth it."""
+TRIES, WORTH = 5, 0.9  # repeats that compare one thread with all, and the share of time at which all are worth it
 
 
 def find_device(name: str, local: int | None = None) -> torch.device:
@@ -53,13 +50,8 @@ def check_repeatable(device: torch.device, deterministic: bool) -> None:
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions and hardware, recorded with every measurement."""
     accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
-    return {
-        "dllp": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": str(device),
-        "hardware": accelerator,
-    }
+    versions = {"dllp": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {**versions, "device": str(device), "hardware": accelerator}
 
 
 def processor() -> str:

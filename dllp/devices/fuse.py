@@ -32,10 +32,8 @@ def available() -> bool:
 def fuse(networks: list[nn.Module], example: Tensor, stages: Sequence[str] = ()) -> list[nn.Module]:
     """Modules with the same parameters and buffers (not copies) under the same names, or `networks` themselves.
 
-    Args:
-        networks: Copies of one network, in training mode; left as they are.
-        example: A batch of inputs on which the first is compared.
-        stages: Modules by name that stay modules of their own, fused within; a plain chain of layers is left alone.
+    The first network and its fusion are compared on the `example`. Modules named in `stages` stay modules of their own,
+    fused within; a plain chain of layers is left alone.
     """
     if "" in stages:
         return networks
@@ -75,7 +73,9 @@ def rewrite(network: nn.Module, stages: Sequence[str] = ()) -> fx.GraphModule | 
             continue
         if isinstance(module, nn.Conv2d) and _narrow(module):
             replacements[str(node.target)] = DirectConv(module)
-        if not isinstance(module, nn.BatchNorm2d) or not _eligible(module):
+        if not isinstance(module, nn.BatchNorm2d) or not (module.affine and module.track_running_stats):
+            continue
+        if module.momentum is None or not module.training:
             continue
         chain, residual = _pattern(node, modules)
         replacements[str(node.target)] = FusedNorm(module, relu=len(chain) > 1)
@@ -110,10 +110,6 @@ def agree(network: nn.Module, fused: nn.Module, example: Tensor) -> bool:
         results.append([*values, *(b.float() for _, b in sorted(trial.named_buffers()))])
     pairs = zip(*results, strict=True)
     return all(a.shape == b.shape and bool((a - b).norm() <= TOLERANCE * a.norm()) for a, b in pairs)
-
-
-def _eligible(norm: nn.BatchNorm2d) -> bool:
-    return norm.affine and norm.track_running_stats and norm.momentum is not None and norm.training
 
 
 def _narrow(conv: nn.Conv2d) -> bool:

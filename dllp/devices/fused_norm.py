@@ -215,12 +215,7 @@ class _Function(torch.autograd.Function):
 
 
 class FusedNorm(nn.Module):
-    """Replaces a batch norm in training, with the same parameters and buffers under the same names.
-
-    Args:
-        norm: An affine :class:`torch.nn.BatchNorm2d` with running statistics and a fixed momentum.
-        relu: True rectifies the output, after a residual is added if one is given.
-    """
+    """Replaces an affine batch norm in training, with the same names; `relu` rectifies, after a residual."""
 
     running_mean: Tensor
     running_var: Tensor

@@ -23,15 +23,10 @@ T = TypeVar("T")
 
 
 class Axis:
-    """One axis of the device mesh: a process group whose members hold parts of the same thing.
+    """One axis of the device mesh: a process group whose `size` members hold parts of the same thing.
 
-    Args:
-        group: Of torch.distributed; None for a single process.
-        index, size: This process's rank in the group, and the number of processes in it.
-
-    Attributes:
-        sent: Bytes sent by this process if collectives run as rings: 2 (size - 1) / size of the bytes of an
-            all-reduce, size - 1 times the own part of an all-gather. Objects and `nn.SyncBatchNorm` are not counted.
+    `sent` counts bytes sent by this process if collectives run as rings: 2 (size - 1) / size of the bytes of an
+    all-reduce, size - 1 times the own part of an all-gather. Objects and `nn.SyncBatchNorm` are not counted.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, index: int = 0, size: int = 1) -> None:
@@ -77,16 +72,9 @@ class Axis:
 
 
 class Place:
-    """The particles and the shard of each batch that one process owns.
+    """The particles (of n) and the shard of each batch that one process owns.
 
-    Args:
-        particles: Their number n.
-        rows: Axis over which the particles are spread.
-        shards: Axis over which each batch is spread.
-        everyone: All processes of the run.
-
-    Attributes:
-        batch: Examples in a whole batch where each process reads its own shard only; None where each reads all.
+    `rows` is the axis over which the particles are spread, `shards` the one of each batch, `everyone` all processes.
     """
 
     def __init__(
@@ -94,7 +82,7 @@ class Place:
     ) -> None:
         self.particles = particles
         self.rows, self.shards, self.everyone = rows or Axis(), shards or Axis(), everyone or Axis()
-        self.batch: int | None = None
+        self.batch: int | None = None  # examples in a whole batch where each process reads its own shard only
         each = particles // self.rows.size
         self.own = range(self.rows.index * each, (self.rows.index + 1) * each)
 
@@ -139,12 +127,8 @@ class Place:
 class Mirror:
     """A copy of all particles' rows and scores on each process, for the time when few coordinates still change.
 
-    Coordinates that are fixed are sent once, when the mirror is made, and have the score 0.
-
-    Args:
-        axis: Axis over which the particles are spread.
-        rows: (k, P) of this process.
-        moving: (k, P), 0 where a coordinate is fixed.
+    Given are rows (k, P) of this process, and where they move (k, P). Coordinates that are fixed, where that is 0, are
+    sent once, when the mirror is made, and have the score 0.
     """
 
     def __init__(self, axis: Axis, rows: Tensor, moving: Tensor) -> None:
@@ -180,9 +164,6 @@ def connected() -> Iterator[None]:
     except RuntimeError as error:
         reason = re.sub(r"^\[[^\]]*\] ", "", str(error)).split(". ")[0].splitlines()[0]
         raise RankError(f"another process of the run was lost, or cannot be reached ({reason})") from None
-
-
-# ---- batch norm over all shards of a batch
 
 
 class _Sum(torch.autograd.Function):

@@ -29,12 +29,7 @@ offers nothing to wait for, so that this is a pause and no guarantee."""
 
 
 class Ranks:
-    """All processes of a run, seen from one of them.
-
-    Args:
-        world: The axis of all processes.
-        local: Rank of this process on its host, which chooses its device.
-    """
+    """All processes of a run, seen from one of them; `local` is its rank on its host, which chooses its device."""
 
     def __init__(self, world: Axis | None = None, local: int = 0) -> None:
         self.world, self.local = world or Axis(), local
@@ -77,10 +72,7 @@ class Ranks:
                 raise error
 
     def lines(self, particles: int, parallel: Parallel) -> int:
-        """Size of the particles' axis; the processes along the other axis share each batch.
-
-        `both` spreads the particles as far as they divide. A single network can share its batches only.
-        """
+        """Size of the particles' axis: `both` spreads them as far as they divide; the other axis shares batches."""
         world = self.world.size
         if parallel == "particles" and particles > 1 and particles % world:
             raise ConfigError(

@@ -60,11 +60,7 @@ def is_chain(module: nn.Module) -> bool:
 
 
 class Recompute:
-    """Activation checkpointing of networks, stage by stage.
-
-    Attributes:
-        random: True once a network has drawn random numbers, which a captured graph could not draw again.
-    """
+    """Activation checkpointing; `random` once a network has drawn random numbers, which no graph could draw again."""
 
     def __init__(self) -> None:
         self.random = False

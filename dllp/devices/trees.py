@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 
 def plain(batch: Any) -> Any:
@@ -35,9 +36,7 @@ def apply(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def tensors(batch: Any) -> list[Tensor]:
     """All tensors of a batch, in the order of its structure."""
-    if isinstance(batch, Tensor):
-        return [batch]
-    return [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def count(batch: Any) -> int:
@@ -60,14 +59,9 @@ def split(batch: Any, parts: int) -> list[Any]:
     """So many parts of a batch, their sizes differing by one example at most."""
     if parts == 1:
         return [batch]
-    if isinstance(batch, Tensor):
-        return list(batch.tensor_split(parts))
-    size, begin, found = count(batch), 0, []
-    for k in range(parts):
-        end = begin + size // parts + (k < size % parts)
-        found.append(part(batch, slice(begin, end)))
-        begin = end
-    return found
+    size = count(batch)
+    ends = [k * (size // parts) + min(k, size % parts) for k in range(parts + 1)]
+    return [part(batch, slice(begin, end)) for begin, end in pairwise(ends)]
 
 
 def chunks(batch: Any, size: int) -> list[Any]:

@@ -22,26 +22,20 @@ from dllp.records import Size
 
 CLEAN, OOD = "clean", "ood:"
 DENSE, TOGETHER, REFERENCES, DRAWN = "dense", "all particles", "all references", "drawn gates"
-BEFORE = "before fine-tuning"
-"""The row of another method's network as it was cut."""
+BEFORE = "before fine-tuning"  # the row of another method's network as it was cut
 
 
 @dataclass(frozen=True)
 class Row:
-    """One network, or the ensemble, on one version of the data.
+    """One network, or the ensemble, on one version of the data; costs of an ensemble are sums, None where unknown.
 
-    Attributes:
-        name: `dense`, `particle K` or `all particles`; `reference K` and `all references` before extraction; `drawn
-            gates` for all networks with gates drawn anew.
-        data: `clean`, the corruption's name, or `ood:NAME` for out-of-distribution inputs.
-        metrics: Single numbers by name: accuracy, nll, ece, ...; for regression rmse and nll; for out-of-distribution
-            inputs auroc and fpr95.
-        macs, params, bytes: Its cost; that of an ensemble is the sum. None where unknown.
+    Its name is `dense`, `particle K` or `all particles`; `reference K` and `all references` before extraction; `drawn
+    gates` for all networks with gates drawn anew.
     """
 
     name: str
-    data: str
-    metrics: dict[str, float]
+    data: str  # `clean`, the corruption's name, or `ood:NAME` for out-of-distribution inputs
+    metrics: dict[str, float]  # accuracy, nll, ece, ...; of a regression rmse and nll; of OOD inputs auroc and fpr95
     macs: float | None = None
     params: int | None = None
     bytes: int | None = None
@@ -49,38 +43,27 @@ class Row:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Estimation efficiency on one version of the data (docs/method/efficiency), for one class or output.
+    """Estimation efficiency on one version of the data (docs/method/efficiency), for one class or output."""
 
-    Attributes:
-        data: As in :class:`Row`.
-        s2, a2, b2: Observation noise (of the clean data), model variance, and the noise that a corruption adds.
-        one, together: e of one network, a point estimate, and of the ensemble; 1 where there is no variance.
-        particles: Their number n.
-    """
-
-    data: str
-    s2: float
-    a2: float
-    b2: float
-    one: float
-    together: float
-    particles: int
+    data: str  # as in :class:`Row`
+    s2: float  # observation noise of the clean data
+    a2: float  # model variance
+    b2: float  # the noise that a corruption adds
+    one: float  # e of one network, a point estimate; 1 where there is no variance
+    together: float  # e of the ensemble
+    particles: int  # their number n
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """Everything that was measured.
 
-    Attributes:
-        rows: The table.
-        efficiency: One entry for each version of the labelled data; none for a single particle.
-        curves: Data of a classifier's plots: for each row of the labelled data `name`, `data`, the `reliability`
-            diagram's bins and the `risk_coverage` curve.
-        clean: Predictions of the clean data by group: `dense`, `all particles`, `all references`, `drawn gates`.
+    Curves are those of a classifier: `name`, `data`, the `reliability` diagram's bins and the `risk_coverage` curve for
+    each row of the labelled data. Clean predictions are by group: `dense`, `all particles`, `all references`, ...
     """
 
     rows: list[Row] = field(default_factory=list)
-    efficiency: list[Efficiency] = field(default_factory=list)
+    efficiency: list[Efficiency] = field(default_factory=list)  # none for a single particle
     curves: list[dict[str, Any]] = field(default_factory=list)
     clean: dict[str, PredictedData] = field(default_factory=dict)
 
@@ -99,33 +82,30 @@ class Evaluation:
         return {"efficiency": [asdict(entry) for entry in self.efficiency], "curves": self.curves}
 
 
+def dense_posterior(result: Result) -> Posterior | None:
+    """The dense network of a run as a posterior of one member; None where it has none."""
+    if result.original is None:
+        return None
+    noise = result.info.get("dense_noise", torch.nan)
+    return posterior_of([result.original], torch.tensor([noise]), result.config)
+
+
 @undisturbed()
 def measure(
-    result: Result,
-    data: ArrayData,
-    dense: Posterior | None = None,
-    *,
-    disk: Mapping[str, int] | None = None,
-    corruptions: Iterable[Corruption] = (),
-    ood: Mapping[str, ArrayData] | None = None,
-    references: bool = False,
-    drawn: Posterior | None = None,
-    device: torch.device | str = "cpu",
-) -> Evaluation:
+    result: Result, data: ArrayData, dense: Posterior | None = None, *, disk: Mapping[str, int] | None = None,
+    corruptions: Iterable[Corruption] = (), ood: Mapping[str, ArrayData] | None = None, references: bool = False,
+    drawn: Posterior | None = None, device: torch.device | str = "cpu",
+) -> Evaluation:  # fmt: skip
     """Evaluate a run on labelled data, clean first and then under each corruption, and on out-of-distribution inputs.
 
-    Every network predicts every version of the data once.
+    Every network predicts every version of the data once, and is back on the CPU when this returns.
 
     Args:
-        result: The run; its networks are back on the CPU when this returns.
-        data: A split with labels; a regression's targets are floats.
         dense: The unpruned network to compare with, as a posterior of one member.
         disk: Bytes on disk by row name.
-        corruptions: From :func:`dllp.data.corruptions.parse`; they need uint8 images.
         ood: Out-of-distribution inputs by name, see :mod:`dllp.data.ood`.
         references: Also measure M_0, the particles before extraction.
         drawn: Also measure the ensemble of these networks, see :func:`dllp.sample_gates`.
-        device: Where the networks run.
     """
     task, classifies = result.config.task, result.config.task != "regression"
     soft = not data.is_classification and data.y.shape[1] > 1
@@ -222,11 +202,9 @@ def classified(members: Tensor, labels: Tensor) -> dict[str, float]:
     values = metrics.summary(found.mean, labels) | {"aleatoric": float(found.aleatoric.mean())}
     values |= likelihood.fitted(values["brier"] / exact.shape[2], exact.shape[2])
     if len(exact) > 1 and found.mutual_information is not None:
-        values |= {
-            "epistemic": float(found.epistemic.mean()),
-            "mutual_information": float(found.mutual_information.mean()),
-            "disagreement": metrics.disagreement(exact),
-        }
+        values["epistemic"] = float(found.epistemic.mean())
+        values["mutual_information"] = float(found.mutual_information.mean())
+        values["disagreement"] = metrics.disagreement(exact)
     return values
 
 

@@ -22,18 +22,12 @@ MOST_BYTES = 2**30
 
 @dataclass(frozen=True)
 class Examples:
-    """Predictions of B examples with classes.
-
-    Attributes:
-        labels: (B,) true classes.
-        predicted, confidence: By the network's name (`dense`, `particle K`, `all particles`), (B,) each.
-        aleatoric, epistemic: (B,) uncertainty of the ensemble.
-    """
+    """Predictions of B examples with classes; all tensors are (B,)."""
 
     labels: Tensor
-    predicted: dict[str, Tensor]
+    predicted: dict[str, Tensor]  # by the network's name: `dense`, `particle K`, `all particles`
     confidence: dict[str, Tensor]
-    aleatoric: Tensor
+    aleatoric: Tensor  # uncertainty of the ensemble, as the next
     epistemic: Tensor
 
     @property

@@ -12,8 +12,7 @@ from dllp.posterior import class_entropy
 
 BINS = 15
 TEMPERATURES = 1e-2, 1e2
-SMALLEST = 1e-38
-"""Probabilities below this count as this, so that one underflow does not make a mean infinite."""
+SMALLEST = 1e-38  # probabilities below this count as this, so that one underflow does not make a mean infinite
 
 
 def accuracy(probabilities: Tensor, labels: Tensor) -> float:
@@ -60,10 +59,7 @@ def confidence(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def selective_risk(confidence: Tensor, correct: Tensor) -> Tensor:
-    """(B,), (B,) -> (B,) error rates of the k most confident inputs, k = 1..B.
-
-    Equally confident inputs share their errors, so that their order has no effect.
-    """
+    """(B,), (B,) -> (B,) error rates of the k most confident inputs; equally confident ones share their errors."""
     _, group = confidence.unique(return_inverse=True)
     count = torch.bincount(group)
     shared = torch.zeros(len(count), dtype=torch.float64).index_add_(0, group, (~correct).double()) / count
@@ -158,15 +154,8 @@ def nll_after_temperature(logits: Tensor, labels: Tensor, seed: int = 0) -> floa
 def summary(probabilities: Tensor, labels: Tensor) -> dict[str, float]:
     """Every single-number metric of a classifier's predictions."""
     p, y = _checked(probabilities, labels)
-    result = {
-        "accuracy": accuracy(p, y),
-        "nll": nll(p, y),
-        "brier": brier(p, y),
-        "ece": ece(p, y),
-        "signed_ece": signed_ece(p, y),
-        "aurc": aurc(p, y),
-        "entropy": float(class_entropy(p).mean()),
-    }
+    result = {metric.__name__: metric(p, y) for metric in (accuracy, nll, brier, ece, signed_ece, aurc)}
+    result["entropy"] = float(class_entropy(p).mean())
     if len(y) > 1:
         result["nll_after_temperature"] = nll_after_temperature(p.clamp_min(SMALLEST).log(), y)
     return result
@@ -191,9 +180,8 @@ def _same(prediction: Tensor, target: Tensor) -> Tensor:
 
 def _checked(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     if scores.ndim != 2 or labels.shape != scores.shape[:1] or not len(labels):
-        raise DataError(
-            f"predictions {tuple(scores.shape)} and labels {tuple(labels.shape)}: give (B, C) and (B,), B at least 1"
-        )
+        shapes = f"predictions {tuple(scores.shape)} and labels {tuple(labels.shape)}"
+        raise DataError(f"{shapes}: give (B, C) and (B,), B at least 1")
     p, y = scores.detach().double().cpu(), labels.detach().long().cpu()
     if int(y.min()) < 0 or int(y.max()) >= p.shape[1]:
         raise DataError(f"a label lies outside 0..{p.shape[1] - 1}: the data has other classes than the predictions")

@@ -16,7 +16,7 @@ from dllp.devices.device import undisturbed
 from dllp.errors import ConfigError, DataError, check_count
 from dllp.method import gates
 from dllp.posterior import Posterior, posterior_of
-from dllp.structure.groups import chosen_again, discover
+from dllp.structure.groups import discover_again
 from dllp.structure.slicing import Fold, WeightFold, fold_in
 
 
@@ -35,9 +35,7 @@ def sample_gates(
     """
     check_count(draws=draws)
     if "method" in result.info:
-        raise ConfigError(
-            f"the gates of {result.info['method']} were not learned: there are no probabilities to draw by"
-        )
+        raise ConfigError(f"the gates of {result.info['method']} were not learned: they have no probabilities")
     logits = result.gates["logits"].float().cpu()
     if not logits.shape[1]:
         raise ConfigError("the run has no gates to draw: it is dense")
@@ -60,8 +58,7 @@ def _fold(result: Result, network: nn.Module, gated: tuple[str, ...], example: T
         fold = WeightFold({name: network.get_parameter(name).shape for name in gated})
         found = sum(fold.sizes)
     else:
-        options = {"units": result.config.units, "even": result.config.even}
-        structure = discover(network, example[:2].cpu(), filter_fn=chosen_again(result.whole), **options)
+        structure = discover_again(network, example[:2].cpu(), result.whole, result.config)
         found, fold = structure.units, Fold(network, structure.groups)
     if found != units:
         raise DataError(f"the run has {units} gates but the network {found}: a filter_fn chose what may be gated")

@@ -28,10 +28,7 @@ KINDS = (nn.modules.conv._ConvNd, nn.Linear)
 def analyze(result: Result, particle: int = 0, dense: nn.Module | None = None) -> dict[str, Any]:
     """The report of one particle, ready for JSON.
 
-    Args:
-        result: A run.
-        particle: Its index, from 0.
-        dense: The network whose standardised weights are the reference; by default the particle's own M_0.
+    The standardised weights of the `dense` network are the reference; by default those of the particle's own M_0.
     """
     if not 0 <= particle < len(result.particles):
         raise ConfigError(f"the run has no particle {particle + 1}: choose from 1 to {len(result.particles)}")
@@ -69,7 +66,9 @@ def split(particle: ExtractedParticle) -> dict[str, dict[str, Array]]:
     if particle.gated:
         names = [name.removesuffix(".weight") for name in particle.gated]
         masks = {name: after[name] != 0 for name in names}
-        return {name: _parts(before[name], after[name][mask], mask) for name, mask in masks.items()}
+        return {
+            n: {"before": before[n], "kept": after[n][mask], "removed": before[n][~mask]} for n, mask in masks.items()
+        }
     kept = kept_indices(particle.reference, particle.recipe)
     masks = {}
     for name, values in before.items():
@@ -77,11 +76,7 @@ def split(particle: ExtractedParticle) -> dict[str, dict[str, Array]]:
         sources = [f"{name}.weight", *(key for key in kept if key.startswith(f"{name}.parametrizations.weight."))]
         found = (kept[key] for key in sources if key in kept and kept[key].numel() == len(after[name]))
         masks[name] = np.isin(np.arange(len(values)), next(found, np.arange(len(values))))
-    return {name: _parts(before[name], after[name], mask) for name, mask in masks.items()}
-
-
-def _parts(before: Array, kept: Array, mask: NDArray[np.bool_]) -> dict[str, Array]:
-    return {"before": before, "kept": kept, "removed": before[~mask]}
+    return {n: {"before": before[n], "kept": after[n], "removed": before[n][~mask]} for n, mask in masks.items()}
 
 
 def study(parts: Mapping[str, Mapping[str, Array]], reference: Mapping[str, Array]) -> dict[str, Any]:
@@ -103,10 +98,7 @@ def study(parts: Mapping[str, Mapping[str, Array]], reference: Mapping[str, Arra
 
 
 def tails(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Layer -> part -> statistics -> the Pareto index k of each layer's kept weights beside h / std of equation 8.
-
-    None where no layer has a fit.
-    """
+    """The Pareto index k of each layer's kept weights beside h / std of equation 8; None where no layer has a fit."""
     found = {
         name: (parts["kept"]["fits"]["pareto"]["parameters"]["k"], parts["before"]["std"])
         for name, parts in layers.items()

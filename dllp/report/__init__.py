@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dllp.report import compare, latency, training, trust, verdict, weights
-from dllp.report.contents import Run, Speed, read
+from dllp.report.contents import Run
 from dllp.report.figures import Section
 from dllp.report.page import render, require_plotly
 
-__all__ = ["Run", "Speed", "build", "read", "require_plotly"]
+__all__ = ["build", "require_plotly"]
 
 SECTIONS = (
     verdict.section, training.section, weights.channels, weights.histograms, trust.section, trust.robustness,

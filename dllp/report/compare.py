@@ -76,10 +76,7 @@ def _pareto(runs: Mapping[str, Run]) -> Plot:
 
 
 def latency(runs: Mapping[str, Run]) -> list[Plot]:
-    """Quality of each run's dense network and first particle against time, in a setting in which all were measured.
-
-    int8 is beside them where its accuracy was measured.
-    """
+    """Quality against time of dense and pruned networks, int8 too, in a setting in which all runs were measured."""
     times = {label: {(r.network, describe(r)): r for r in run.speed.rows} for label, run in runs.items() if run.speed}
     shared = set.intersection(*map(set, times.values())) if times else set()
     row = headline([row for key, row in next(iter(times.values()), {}).items() if key in shared])

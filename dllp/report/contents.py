@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dllp import files
+from dllp.api import Result
 from dllp.config import Config
+from dllp.deploy import speed
+from dllp.deploy.export import input_shape
 from dllp.deploy.speed import LayerTime
 from dllp.deploy.speed import Row as SpeedRow
 from dllp.errors import ArtifactError
@@ -19,8 +22,7 @@ from dllp.report.figures import plain
 from dllp.runs import result
 from dllp.runs.folder import CORRUPTIONS, EVALUATION, LOG, SPEED, member
 
-BRIEF = "a brief look in PyTorch; dllp speed measures more"
-"""Source of a page's own times, where the run has none."""
+LAYER_BATCH = 16  # examples with which layers are timed in a brief look
 Uncertainty = Literal["aleatoric", "epistemic"]
 
 
@@ -48,30 +50,19 @@ class Picture:
 
 @dataclass(frozen=True)
 class Run(result.Run):
-    """One run: its run.json, and what lies beside it.
+    """One run: its run.json, and what lies beside it; speed and pictures are added where the folder lacks them."""
 
-    Attributes:
-        name, folder: Its name on the page, and its place.
-        dense_history: A record for each epoch of the dense network's training.
-        rows: Evaluated networks, clean data first.
-        examples: Predictions for single test examples.
-        settings, command: All settings, and the command that repeats the run.
-        speed, pictures: Added by the command line where the folder does not hold them.
-        missing: Section -> why something is not shown, and how to get it.
-        series: Runs of one series have one colour on a page of several; by default each its own.
-    """
-
-    name: str
+    name: str  # on the page
     folder: Path
-    dense_history: list[EpochRecord]
-    rows: list[Row]
+    dense_history: list[EpochRecord]  # of the dense network's training
+    rows: list[Row]  # evaluated networks, clean data first
     examples: Examples | None
     speed: Speed | None
     settings: dict[str, Any] = field(default_factory=dict)
-    command: str = ""
+    command: str = ""  # that repeats the run
     pictures: list[Picture] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)
-    series: str = ""
+    missing: dict[str, str] = field(default_factory=dict)  # section -> why something is not shown, and how to get it
+    series: str = ""  # runs of one series have one colour on a page of several; by default each its own
 
     @property
     def clean(self) -> dict[str, Row]:
@@ -89,6 +80,16 @@ class Run(result.Run):
             if self.config[option] is not None:
                 return name, self.config[option]
         return None
+
+
+def brief(result: Result) -> Speed:
+    """A brief look at times: PyTorch, one thread; `dllp speed` looks longer and at more."""
+    shape = input_shape(result.model, result.shape)
+    dense, pruned = speed.subjects(result, shape, round_to=1)
+    cut = result.particles[0].recipe
+    layers = speed.torch_layers(dense, pruned, shape, batch=LAYER_BATCH, runs=3) if cut else []
+    rows = speed.measure_torch([dense, pruned], shape)
+    return Speed(rows, layers, "a brief look in PyTorch; dllp speed measures more")
 
 
 def read(folder: Path) -> Run:

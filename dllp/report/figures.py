@@ -22,30 +22,21 @@ GREY = "#888888"
 CYCLE = (BLUE, VERMILION, GREEN, PURPLE, SKY, ORANGE)
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 MARKS = ("circle", "square", "diamond", "triangle-up", "cross", "x")
-ROW = 22
-"""Pixels of height for one layer."""
+ROW = 22  # pixels of height for one layer
 
 
 @dataclass(frozen=True)
 class Plot:
-    """One plot.
+    """One plot: data and layout as plotly takes them; colours of text and grid are the page's."""
 
-    Attributes:
-        id: Unique on the page.
-        title, caption: Shown around it; the caption says in words how to read it.
-        data, layout: As plotly takes them; colours of text and grid are the page's.
-        height: In pixels.
-        choices: Other `data` by name, from which the reader chooses; `label` says what is chosen.
-    """
-
-    id: str
+    id: str  # unique on the page
     title: str
-    caption: str
+    caption: str  # says how to read it
     data: list[Trace]
     layout: dict[str, Any]
-    height: int = 320
-    choices: dict[str, list[Trace]] = field(default_factory=dict)
-    label: str = ""
+    height: int = 320  # in pixels
+    choices: dict[str, list[Trace]] = field(default_factory=dict)  # other data by name, from which the reader chooses
+    label: str = ""  # says what is chosen
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from dllp.report.contents import Run, Speed
 from dllp.report.figures import BLUE, CYCLE, ORANGE, ROW, VERMILION, Plot, Section, axis, bars, names_axis, short
 from dllp.report.page import folded, metric, note, table
 
-MOST = 30
-"""Layers that are drawn: those that lose most time."""
+MOST = 30  # layers that are drawn: those that lose most time
 
 
 def section(run: Run) -> Section | None:

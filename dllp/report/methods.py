@@ -14,8 +14,7 @@ from dllp.report.contents import Run
 from dllp.report.figures import Section
 from dllp.report.page import table
 
-NETWORK = "particle 1"
-"""The network of a run that the table is about: the one that `dllp export` writes."""
+NETWORK = "particle 1"  # the network of a run that the table is about: the one that `dllp export` writes
 HEADS = {
     "flops_removed": "FLOPs removed", "params_removed": "parameters removed", "accuracy": "accuracy", "rmse": "RMSE",
     "drop": "drop", "nll": "NLL", "ece": "ECE", "ms": "ms", "speedup": "speed-up", "seconds": "seconds",
@@ -54,10 +53,7 @@ def timed(run: Run) -> dict[str, SpeedRow]:
 
 
 def summary(runs: Sequence[dict[str, Any]], dense: str) -> list[dict[str, Any]]:
-    """Runs with `row`, `seed` and figures or an `error` -> a row for each method and budget: mean and deviation.
-
-    The time of the row `dense` is what was measured beside the others.
-    """
+    """Runs with `row`, `seed` and figures or an `error` -> a row for each method and budget: means and deviations."""
     found = []
     for row in dict.fromkeys(run["row"] for run in runs):
         own = [run for run in runs if run["row"] == row]

@@ -26,9 +26,6 @@ def html_text(text: object, longest: int = LONGEST) -> str:
     return html.escape(plain(text, longest))
 
 
-# ---- numbers
-
-
 def percent(value: float, digits: int = 2) -> str:
     return f"{100 * value:.{digits}f}%"
 
@@ -51,9 +48,6 @@ def metric(name: str, value: float | None) -> str:
     return percent(value) if name in ("accuracy", "ece") else f"{value:.4f}"
 
 
-# ---- elements
-
-
 def table(heads: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """A table whose first column names the rows; wide tables scroll by themselves."""
     head = "".join(f'<th scope="col"><bdi>{html_text(name)}</bdi></th>' for name in heads)
@@ -68,12 +62,7 @@ def table(heads: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "", *, space: str = " ") -> str:
-    """A Markdown table.
-
-    Args:
-        align: `l` or `r` for each column; by default the first to the left, all others to the right.
-        space: Around the dashes below the head.
-    """
+    """A Markdown table; `align` is l or r for each column (the first left by default), `space` is around dashes."""
     align = align or "l" + "r" * (len(head) - 1)
     rule = "|".join(space + {"l": "---", "r": "---:"}[side] + space for side in align)
     head_line, *lines = ("| " + " | ".join(cells) + " |" for cells in (head, *rows))
@@ -94,9 +83,6 @@ def definitions(values: Mapping[str, Any]) -> str:
     """A list of names and values."""
     items = "".join(f"<dt>{html_text(name)}</dt><dd>{html_text(value, 400)}</dd>" for name, value in values.items())
     return f"<dl>{items}</dl>"
-
-
-# ---- the file
 
 
 def require_plotly() -> Path:
@@ -158,9 +144,7 @@ def _section(section: Section) -> str:
 
 def _figure(plot: Plot) -> str:
     title, caption = html_text(plot.title), html_text(plot.caption, 2000)
-    choice = (
-        f'<label>{html_text(plot.label)} <select data-chooses="{plot.id}"></select></label>' if plot.choices else ""
-    )
+    choice = f'<label>{html_text(plot.label)} <select data-chooses="{plot.id}"></select></label>' * bool(plot.choices)
     return (
         f"<figure><h3>{title}</h3>{choice}"
         f'<div class="plot" id="plot-{plot.id}" data-plot="{plot.id}" role="img" tabindex="0" '

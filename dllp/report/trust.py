@@ -24,10 +24,8 @@ NETWORKS = {DENSE: ORANGE, "particle 1": BLUE, TOGETHER: GREEN}
 KINDS: tuple[Uncertainty, ...] = ("aleatoric", "epistemic")
 POINTS = 300
 HISTOGRAM = 40
-CLASSES = 5
-"""Classes that are named where two networks differ."""
-SHOWN, LARGEST = 12, 160
-"""Images of each kind, and the longer side of what is embedded."""
+CLASSES = 5  # classes that are named where two networks differ
+SHOWN, LARGEST = 12, 160  # images of each kind, and the longer side of what is embedded
 CORRUPTED = {
     "accuracy": ("Accuracy under corruption", ".0%"),
     "ece": ("Calibration error (ECE) under corruption", ".1%"),
@@ -45,12 +43,8 @@ def section(run: Run) -> Section | None:
     plots = [_reliability(found, names), _risk(found, names)]
     plots += [_uncertainty(found, kind) for kind in KINDS if float(getattr(found, kind).max()) > 0]
     images = "".join(_gallery(kind, [p for p in run.pictures if p.kind == kind]) for kind in KINDS)
-    return Section(
-        "trust",
-        "Trust",
-        plots=tuple(plots),
-        markup=_agreement(run, found) + (images or note(run.missing.get("images", ""))),
-    )
+    markup = _agreement(run, found) + (images or note(run.missing.get("images", "")))
+    return Section("trust", "Trust", plots=tuple(plots), markup=markup)
 
 
 def _agreement(run: Run, found: Examples) -> str:
@@ -135,9 +129,6 @@ def _uncertainty(found: Examples, kind: Uncertainty) -> Plot:
     )  # fmt: skip
 
 
-# ---- images
-
-
 def pictures(found: Examples, data: ArrayData, classes: Sequence[str]) -> list[Picture]:
     """The test images with the most uncertainty of each kind; none where the inputs are no images."""
     if data.x.ndim != 4 or data.x.shape[1] not in (1, 3):
@@ -181,9 +172,6 @@ def _gallery(kind: Uncertainty, chosen: Sequence[Picture]) -> str:
         items.append(f'<li><img src="{source}" alt="{alt}" width="72" height="72"><span>{said}</span></li>')
     title = f"<h3>Test images with the most {kind} uncertainty</h3>"
     return f'{title}<ul class="gallery">{"".join(items)}</ul>' if items else ""
-
-
-# ---- corruptions
 
 
 def robustness(run: Run) -> Section | None:

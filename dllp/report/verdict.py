@@ -31,8 +31,8 @@ def _lead(run: Run) -> str:
     tuned = f", and fine-tuned (epochs after the cut: {more})" if method and more else ""
     parts = [f"{n} particle{'s' * (n > 1)}, {run.config['granularity']}s pruned {how}{tuned}."]
     if run.budget is not None and run.budget[0] == "latency":
-        told = run.info.get("latency", {})
-        parts.append(f"Budget: keep {percent(run.budget[1], 1)} of the time; {told.get('text', 'not measured')}.")
+        outcome = run.info.get("latency", {}).get("text", "not measured")
+        parts.append(f"Budget: keep {percent(run.budget[1], 1)} of the time; {outcome}.")
     elif run.budget is not None:
         which, wanted = run.budget
         kept = max(getattr(size, which) for size in run.sizes) / max(getattr(run.dense, which), 1)

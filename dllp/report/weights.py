@@ -23,8 +23,7 @@ from dllp.runs.folder import RUN
 from dllp.runs.tensors import INDEX, VALUE, check_finite, read_tensors
 
 BINS = 60
-FEWEST = 30
-"""Weights below which a shape means nothing."""
+FEWEST = 30  # weights below which a shape means nothing
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from dllp.runs import tensors
 
 FORMAT = "dllp-checkpoint-3"
 State = tuple[dict[str, Tensor], dict[str, Any]]
-Take = Callable[[], Callable[[], State]]
-"""Takes a snapshot; what it returns waits until the copies have arrived."""
+Take = Callable[[], Callable[[], State]]  # takes a snapshot; what it returns waits until the copies have arrived
 
 
 class Checkpoints:
@@ -164,9 +163,6 @@ def read(path: Path) -> State:
     raise ArtifactError(f"{path}: its values are no JSON object: the file is damaged")
 
 
-# ---- signals
-
-
 def interrupt(number: int) -> None:
     """End at once: nothing is lost."""
     raise Interrupted(number)
@@ -175,8 +171,7 @@ def interrupt(number: int) -> None:
 class Signals(AbstractContextManager["Signals"]):
     """Within the block the first SIGTERM or SIGINT calls `stop` with its number; a second one kills.
 
-    Attributes:
-        stop: :func:`interrupt`, or what ends a training after its present step while there is one.
+    While a training runs, `stop` ends it after its present step.
     """
 
     def __init__(self) -> None:

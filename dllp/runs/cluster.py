@@ -19,8 +19,7 @@ from dllp.errors import ConfigError, Interrupted, WorkerError
 from dllp.runs.workers import Answer, Failed, Lost, Settings, Unfit, Worker
 
 LOCAL, AUTO = "local", "auto"
-REACHING, WAITING = 10.0, 60.0
-"""Seconds until an address counts as unreachable, and until a cluster that lost all its nodes is given up."""
+REACHING, WAITING = 10.0, 60.0  # seconds until an address, and a cluster without nodes, are given up
 
 
 @contextmanager
@@ -56,12 +55,7 @@ def device(name: str) -> str:
 
 
 class Cluster:
-    """As many workers as the cluster holds.
-
-    Args:
-        cpus: Processors for each of them.
-        limit: At most so many workers.
-    """
+    """As many workers as the cluster holds, at most `limit`, each with `cpus` processors."""
 
     retries = 3
 
@@ -82,7 +76,7 @@ class Cluster:
         return 1 if "GPU" in self.wanted else max(map(self._fit, _nodes()), default=1)
 
     def room(self, busy: int) -> bool:
-        """See :class:`dllp.runs.launch.Pool`, here and below."""
+        """As :class:`dllp.runs.workers.Processes`, here and below; raises where no node will ever have room."""
         slots = sum(map(self._fit, _nodes()))
         if slots:
             self.deadline = time.monotonic() + WAITING

@@ -70,17 +70,13 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     A new run touches nothing before :meth:`begin`. One that fails before its first checkpoint leaves nothing; later
     failures carry a note that says how to go on. `resume` goes on with the run in the folder, `overwrite` replaces it.
-
-    Attributes:
-        command: The command that goes on with the run.
-        advice: The way out after an error, where `command` alone would not help.
     """
 
     def __init__(self, folder: Path, *, resume: bool = False, overwrite: bool = False) -> None:
         self.folder, self.resume, self.overwrite = folder, resume, overwrite
         self.checkpoints = folder / CHECKPOINTS
-        self.command = f"dllp prune --resume --out {shlex.quote(str(folder))}"
-        self.advice = ""
+        self.command = f"dllp prune --resume --out {shlex.quote(str(folder))}"  # goes on with the run
+        self.advice = ""  # the way out after an error, where the command alone would not help
         self._lock = FileLock(folder / LOCK)
         self._made: list[Path] = []  # folders that were not there before, the deepest first
         self._begun = False
@@ -110,14 +106,15 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and (self._begun or (self.resume and isinstance(error, (Interrupted, KeyboardInterrupt)))):
             if not self.resume and not any(self.checkpoints.glob("*/*.safetensors")):
-                self._remove()
+                with suppress(OSError):
+                    self._clear()
+                self._let_go()
+                _remove_empty(self._made)
             else:
                 error.add_note(self.advice or f"go on with {self.command}")
         if self._lock.is_locked:
             self._sweep()
         self._let_go()
-
-    # ---- who may write here
 
     def _check_names(self) -> None:
         if not self.folder.exists():
@@ -139,9 +136,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         if self.finished:
             raise ArtifactError(HOLDS_RUN.format(self.folder))
         if self.unfinished:
-            raise ArtifactError(
-                f"{self.folder} holds an unfinished run: go on with {self.command}, or start over with --overwrite"
-            )
+            ways = f"go on with {self.command}, or start over with --overwrite"
+            raise ArtifactError(f"{self.folder} holds an unfinished run: {ways}")
 
     def _hold(self) -> None:
         try:
@@ -156,8 +152,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             with suppress(OSError):
                 (self.folder / LOCK).unlink()  # while it is held: nobody else can mistake it for theirs
             self._lock.release()
-
-    # ---- from the first file to the last
 
     def begin(self, settings: bytes) -> None:
         """Take the folder, once all that can be checked beforehand was checked."""
@@ -243,12 +237,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             if path.name != LOCK:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
-    def _remove(self) -> None:
-        with suppress(OSError):
-            self._clear()
-        self._let_go()
-        _remove_empty(self._made)
-
 
 def _missing(folder: Path) -> list[Path]:
     """The folder and its parents that are not there yet, the deepest first."""
@@ -261,15 +249,9 @@ def _remove_empty(folders: Sequence[Path]) -> None:
             path.rmdir()
 
 
-# ---- a folder at once
-
-
 @contextmanager
 def new_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary folder beside `folder` that takes its place when the block ends well, and is gone otherwise.
-
-    Only a run folder or an empty one is ever replaced.
-    """
+    """A temporary folder that takes the place of `folder`, empty or a run, when the block ends well; gone otherwise."""
     holds_run = (folder / RUN).exists()
     if holds_run and not overwrite:
         raise ArtifactError(HOLDS_RUN.format(folder))

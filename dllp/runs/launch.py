@@ -22,8 +22,7 @@ from dllp.runs.workers import Answer, Failed, Lost, Processes, Settings, Unfit, 
 KEPT = "finished jobs are kept, the same command goes on"
 LAUNCHERS = {"local": ("jobs",), "ray": ("jobs", "address", "cpus")}
 """Where jobs run besides this process, with the options of each."""
-Hand = Any
-"""A pool's name for one of its workers; hashable."""
+Hand = Any  # one worker of a pool
 
 
 class Planned(Protocol):
@@ -36,54 +35,19 @@ class Planned(Protocol):
     def job(self) -> Any: ...
 
 
-class Pool(Protocol):
-    """Workers of one kind; `retries` is how often a job is given away again after its worker was lost."""
-
-    retries: int
-
-    @property
-    def sharing(self) -> int:
-        """How many workers share a device."""
-        ...
-
-    def room(self, busy: int) -> bool:
-        """Room for one more worker beside `busy` others; raises where none ever will be."""
-        ...
-
-    def hire(self) -> Hand:
-        """Start a worker."""
-
-    def give(self, hand: Hand, job: Any) -> None:
-        """Hand it a job; each has one at a time."""
-
-    def answers(self) -> Iterator[tuple[Hand, Answer]]:
-        """Answers that came within a second; workers that answered :class:`Lost` are forgotten."""
-        ...
-
-    def dismiss(self, hand: Hand) -> None:
-        """A worker without a job ends."""
-
-    def close(self) -> None:
-        """All workers end at once."""
+Pool = Processes | cluster.Cluster  # workers of one kind
 
 
 class Spread:
-    """Hands out the jobs of a plan.
+    """Hands out the jobs of a plan, in units that stay together, and closes the pool at the end, whatever happens.
 
-    Args:
-        units: Jobs that belong together, in their order.
-        pool: Closed at the end, whatever happens.
-        book: Keeps what finished jobs give, at once.
-        report: Called with a line about an error that does not end the others.
+    The book keeps what finished jobs give, at once; `report` is called with errors that do not end the others.
     """
 
     def __init__(
-        self,
-        units: Iterable[Sequence[Any]],
-        pool: Pool,
-        book: Book,
+        self, units: Iterable[Sequence[Any]], pool: Pool, book: Book,
         report: Callable[[str], None] = lambda text: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.pool, self.book, self.report = pool, book, report
         self.waiting = deque(map(deque, units))
         self.running: dict[Hand, deque[Planned]] = {}
@@ -96,9 +60,9 @@ class Spread:
             asked: list[int] = []
             signals.stop = asked.append
             try:
-                while self._go_on():
+                while self._dispatch():
                     for hand, answer in self.pool.answers():
-                        self._hear(hand, answer)
+                        self._receive(hand, answer)
                     if asked:
                         error = Interrupted(asked[0])
                         error.add_note(KEPT)
@@ -108,17 +72,17 @@ class Spread:
         for text in sorted({str(unfit.error) for unfit in self.unfit}):
             self.report(f"{text}; the others went on without it")
 
-    def _go_on(self) -> bool:
+    def _dispatch(self) -> bool:
         """Give work to as many workers as there is room for; False where no work is left."""
         while self.waiting and self.pool.room(len(self.running) + len(self.unfit)):
-            unit = self._due()
+            unit = self._next_unit()
             if unit is not None:
                 self._give(self.pool.hire(), unit)
         if self.waiting and not self.running and self.unfit:
             raise self.unfit[0].error
         return bool(self.waiting or self.running)
 
-    def _due(self) -> deque[Planned] | None:
+    def _next_unit(self) -> deque[Planned] | None:
         """The next unit that begins with a job nobody has finished meanwhile."""
         while self.waiting:
             unit = self.waiting.popleft()
@@ -132,7 +96,7 @@ class Spread:
         self.running[hand] = unit
         self.pool.give(hand, unit[0].job)
 
-    def _hear(self, hand: Hand, answer: Answer) -> None:
+    def _receive(self, hand: Hand, answer: Answer) -> None:
         unit = self.running.pop(hand)
         planned = unit.popleft()
         if isinstance(answer, Lost):
@@ -150,7 +114,7 @@ class Spread:
             self.waiting.appendleft(unit)  # first, so that it stays with the worker that has what it needs
         if not isinstance(answer, Lost):
             broken = isinstance(answer, Unfit) or (isinstance(answer, Failed) and answer.broken)
-            following = None if broken else self._due()
+            following = None if broken else self._next_unit()
             if following is None:
                 self.pool.dismiss(hand)
             else:

@@ -17,10 +17,8 @@ from dllp.errors import ArtifactError
 from dllp.runs.settings import SUFFIXES
 from dllp.runs.tensors import check_finite, read_tensors
 
-WRAPPERS = ("state_dict", "model_state_dict", "model")
-"""Names under which training scripts keep the weights beside other things."""
-PICKLE_BYTES = 2**24
-"""Most bytes of the part that names the tensors."""
+WRAPPERS = ("state_dict", "model_state_dict", "model")  # under which training scripts keep the weights
+PICKLE_BYTES = 2**24  # most bytes of the part that names the tensors
 
 
 def start(network: nn.Module, path: Path) -> list[str]:
@@ -49,9 +47,8 @@ def start(network: nn.Module, path: Path) -> list[str]:
         check_finite(path, name, value, infinite=name not in learned)
         fitting[name] = value
     if stored:
-        raise ArtifactError(
-            f"{path} has a tensor {min(stored)!r} that the network lacks: it belongs to another network"
-        )
+        lacking = f"{path} has a tensor {min(stored)!r} that the network lacks"
+        raise ArtifactError(f"{lacking}: it belongs to another network")
     for name, value in fitting.items():  # when all is known to fit: a network is never half filled
         targets[name].copy_(value)
     return [f"the last layer ({', '.join(fresh)}) does not fit {path}: it starts new"] if fresh else []

@@ -15,17 +15,7 @@ from dllp.config import Config
 from dllp.errors import ArtifactError, ConfigError, StructureError
 from dllp.records import EpochRecord, ExtractedParticle, Recipe, Size
 from dllp.runs import settings
-from dllp.runs.folder import (
-    CHECKPOINTS,
-    DENSE_FILE,
-    GATES,
-    RUN,
-    SETTINGS,
-    RunFolder,
-    member,
-    particle_file,
-    reference_file,
-)
+from dllp.runs.folder import DENSE_FILE, GATES, RUN, SETTINGS, RunFolder, member, particle_file, reference_file
 from dllp.runs.settings import Task
 from dllp.runs.tensors import read_network, read_tensors, write_network, write_tensors
 from dllp.structure.slicing import copied, cut
@@ -35,31 +25,17 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Run:
-    """The content of run.json, as far as it is relied on.
+    """The content of run.json, as far as it is relied on."""
 
-    Attributes:
-        config: Fields of :class:`dllp.Config` by name, valid.
-        recipes: Kept channels of each module, for each particle.
-        gated: Parameters whose single weights were pruned.
-        dense, sizes: Costs of the original network and of each particle.
-        widths: Kept channels (or weights) of each group, for each particle, and before.
-        whole: Groups that were kept whole, and why.
-        history: A record for each epoch.
-        info: Versions and hardware of the run, and whatever a caller added.
-    """
-
-    config: dict[str, Any]
-    recipes: list[Recipe]
-    gated: list[str]
+    config: dict[str, Any]  # fields of :class:`dllp.Config` by name, valid
+    recipes: list[Recipe]  # of each particle
+    gated: list[str]  # parameters whose single weights were pruned
     dense: Size
     sizes: list[Size]
-    widths: dict[str, list[int]]
-    whole: dict[str, str]
+    widths: dict[str, list[int]]  # kept channels (or weights) of each group, for each particle, and before
+    whole: dict[str, str]  # groups that were kept whole, and why
     history: list[EpochRecord]
-    info: dict[str, Any]
-
-
-# ---- writing
+    info: dict[str, Any]  # versions and hardware of the run, and whatever a caller added
 
 
 def write_networks(folder: Path, particles: Sequence[ExtractedParticle], gates: dict[str, Tensor]) -> None:
@@ -75,16 +51,9 @@ def write_run(
     **rest: Any,
 ) -> None:  # fmt: skip
     """run.json, the last file: where it is, a run is finished. `rest` are its other fields: history, widths, ..."""
-    run = {
-        "format": FORMAT,
-        "config": config.as_dict(),
-        "recipes": [particle.recipe for particle in particles],
-        "gated": list(particles[0].gated),
-        "dense": vars(dense),
-        "sizes": [vars(size) for size in sizes],
-        **rest,
-    }
-    files.write_json(folder / RUN, run)
+    run = {"format": FORMAT, "config": config.as_dict(), "recipes": [particle.recipe for particle in particles]}
+    run |= {"gated": list(particles[0].gated), "dense": vars(dense), "sizes": [vars(size) for size in sizes]}
+    files.write_json(folder / RUN, run | rest)
 
 
 def write_settings(folder: Path, config: Config, model: str, data: str | None) -> None:
@@ -94,16 +63,14 @@ def write_settings(folder: Path, config: Config, model: str, data: str | None) -
     files.write_bytes(folder / SETTINGS, settings.write(task, config, left_out))
 
 
-# ---- reading
-
-
 def read_run(folder: Path) -> Run:
     """The run.json of a finished run, every field checked."""
     if not folder.is_dir():
         raise ArtifactError(f"{folder} is not a folder: give the folder of a finished run")
-    if not (folder / RUN).is_file() and (folder / CHECKPOINTS).is_dir():
-        raise ArtifactError(f"{folder} holds an unfinished run: finish it with {RunFolder(folder).command}")
-    if not (folder / RUN).is_file():
+    held = RunFolder(folder)
+    if not held.finished and held.unfinished:
+        raise ArtifactError(f"{folder} holds an unfinished run: finish it with {held.command}")
+    if not held.finished:
         raise ArtifactError(f"{folder} holds no {RUN}: it is not the folder of a finished run")
     path = member(folder, RUN)
     found = files.read_json(path)
@@ -143,15 +110,11 @@ def read(folder: Path, model: nn.Module) -> dict[str, Any]:
         original = copied(model).cpu().eval()
         read_network(member(folder, DENSE_FILE), original)
     known = run.info.get("data")
-    return {
-        "original": original,
-        "shape": tuple(known.get("shape", ())) if isinstance(known, dict) else (),
-        "config": Config.from_dict(run.config),
-        "particles": particles,
-        "gates": gates,
-        "history": [record.as_dict() for record in run.history],
-        **{name: getattr(run, name) for name in ("dense", "sizes", "widths", "whole", "info")},
-    }
+    shape = tuple(known.get("shape", ())) if isinstance(known, dict) else ()
+    history = [record.as_dict() for record in run.history]
+    same = {name: getattr(run, name) for name in ("dense", "sizes", "widths", "whole", "info")}
+    read = {"original": original, "shape": shape, "particles": particles, "gates": gates, "history": history}
+    return {"config": Config.from_dict(run.config), **read, **same}
 
 
 def _read_gates(folder: Path, particles: int, numbers: int) -> dict[str, Tensor]:

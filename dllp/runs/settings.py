@@ -19,12 +19,9 @@ from dllp import files
 from dllp.config import LONG, RETIRED, Config, check_retired, fits, in_words, types_of
 from dllp.errors import ArtifactError, ConfigError, nearest
 
-DLLP, DENSE = "dllp", "dense"
-"""Methods of this package itself: its own, and plain training of the whole network."""
-SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
-"""Endings of files with trained weights."""
-SETTINGS_BYTES = 2**16
-"""Most bytes of a settings file."""
+DLLP, DENSE = "dllp", "dense"  # methods of this package itself: its own, and plain training of the whole network
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")  # endings of files with trained weights
+SETTINGS_BYTES = 2**16  # most bytes of a settings file
 
 
 @dataclass(frozen=True)
@@ -150,9 +147,6 @@ def split(values: Mapping[str, Any]) -> tuple[Task, dict[str, Any]]:
     return Task(**own), {name: value for name, value in values.items() if name not in TASK}
 
 
-# ---- values
-
-
 def convert(name: str, value: Any, kind: Any) -> Any:
     """A setting, as text or as YAML has it, in its annotated type."""
     try:
@@ -184,9 +178,6 @@ def _converted(value: Any, kind: Any) -> Any:
     elif fits(value, kind):
         return value
     raise ValueError
-
-
-# ---- files
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -235,9 +226,6 @@ def write(task: Task, config: Config, left_out: Iterable[str] = ()) -> bytes:
 
     values = asdict(task) | config.as_dict()
     return yaml.safe_dump({k: v for k, v in values.items() if k not in left_out}, sort_keys=False).encode()
-
-
-# ---- code that a user has trusted for a run folder
 
 
 def is_trusted(folder: Path, code: str) -> bool:

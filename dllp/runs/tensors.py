@@ -24,8 +24,7 @@ from dllp.errors import ArtifactError
 
 CHECKSUM = "dllp-sha256"
 HEADER_BYTES = 2**24
-INDEX, VALUE = "#index", "#value"
-"""Endings of the names under which a sparse tensor is stored: positions and values of what is not zero."""
+INDEX, VALUE = "#index", "#value"  # endings of names: positions and values of what is not zero in a sparse tensor
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -96,9 +95,6 @@ def _tensors(path: Path, file: Any) -> dict[str, Tensor]:
         if value.dtype == torch.bool and value.numel() and int(value.view(torch.uint8).max()) > 1:
             raise ArtifactError(f"{path}: {name!r} holds booleans that are neither 0 nor 1")
     return tensors
-
-
-# ---- networks
 
 
 def write_network(path: Path, network: nn.Module, gated: tuple[str, ...] = ()) -> None:

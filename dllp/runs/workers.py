@@ -48,13 +48,7 @@ def attempt(run: Callable[[Any], Any], job: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a worker, for subclasses to add to: small, and pickled with it.
-
-    Args:
-        device: As in :class:`dllp.Config`.
-        threads: Of the processor, for this worker.
-        version: Of the launcher's dllp.
-    """
+    """Settings of a worker, for subclasses to add to: small, and pickled with it; `version` is the launcher's."""
 
     device: str
     threads: int = 1
@@ -79,8 +73,7 @@ class Lost:
     reason: str
 
 
-Answer = Any
-"""The result of a job, or one of the three above."""
+Answer = Any  # the result of a job, or one of the three above
 
 
 class Worker:
@@ -104,14 +97,9 @@ class Worker:
         return attempt(self.run, job)
 
 
-# ---- processes of this machine
-
-SPAWN = multiprocessing.get_context("spawn")
-"""Forked processes can use neither CUDA nor the threads of torch."""
-PATIENCE = 5.0
-"""Seconds for a process to end by itself."""
-WITHOUT_DEVICES = 2
-"""Workers by default where there is no CUDA."""
+SPAWN = multiprocessing.get_context("spawn")  # forked processes can use neither CUDA nor the threads of torch
+PATIENCE = 5.0  # seconds for a process to end by itself
+WITHOUT_DEVICES = 2  # workers by default where there is no CUDA
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,14 +112,9 @@ class Hand:
 
 
 class Processes:
-    """At most `count` worker processes.
+    """At most `count` worker processes, by default one for each CUDA device: `cuda` without a number means all."""
 
-    Args:
-        settings: For all of them; `cuda` without a number is spread over all devices.
-        count: By default one for each CUDA device that is used.
-    """
-
-    retries = 1
+    retries = 1  # how often a job is given away again after its worker was lost
 
     def __init__(self, settings: Settings, count: int | None = None) -> None:
         name = settings.device
@@ -146,10 +129,11 @@ class Processes:
         return -(-self.count // len(self.devices))
 
     def room(self, busy: int) -> bool:
-        """See :class:`dllp.runs.launch.Pool`, here and below."""
+        """True where there is room for one more worker beside `busy` others."""
         return busy < self.count
 
     def hire(self) -> Hand:
+        """Start a worker."""
         number = min(set(range(self.count)) - {hand.number for hand in self.hands})
         here, there = SPAWN.Pipe()
         process = SPAWN.Process(target=serve, args=(there, self.place(number)), name=f"dllp-worker-{number}")
@@ -164,23 +148,29 @@ class Processes:
         return replace(self.settings, device=self.devices[number % len(self.devices)])
 
     def give(self, hand: Hand, job: Any) -> None:
+        """Hand it a job; each has one at a time."""
         with suppress(OSError):  # a dead worker is reported by answers
             hand.pipe.send(job)
 
     def answers(self) -> Iterator[tuple[Hand, Answer]]:
+        """Answers that came within a second; workers that answered :class:`Lost` are forgotten."""
         ready = connection.wait([hand.pipe for hand in self.hands], timeout=1)
         for hand in [hand for hand in self.hands if hand.pipe in ready]:
             try:
                 answer = hand.pipe.recv()
             except (EOFError, OSError):
                 self.dismiss(hand)
-                answer = Lost(_ending(hand.process.exitcode))
+                code = hand.process.exitcode or 0
+                answer = Lost(f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}")
             yield hand, answer
 
     def dismiss(self, hand: Hand) -> None:
         self.hands.remove(hand)
         hand.pipe.close()
-        _end(hand.process)
+        hand.process.join(PATIENCE)
+        if hand.process.exitcode is None:
+            hand.process.kill()
+            hand.process.join()
 
     def close(self) -> None:
         for hand in self.hands:
@@ -205,19 +195,6 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-def _end(process: SpawnProcess) -> None:
-    process.join(PATIENCE)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-
-
-def _ending(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"ended with code {code}"
 
 
 @contextmanager

@@ -17,20 +17,14 @@ MISALIGNED = "its channels do not line up with those of a module they reach (an 
 
 
 class Atom:
-    """`size` indices that are kept or removed wherever they occur.
-
-    Attributes:
-        why: The reason why no index may be removed, if there is one.
-        parts: The atoms that this one was found to be made of, a product or (where `summed`) a sum.
-        same: The atom that this one was found to be equal to.
-    """
+    """`size` indices that are kept or removed wherever they occur; `why` says why none may be removed."""
 
     __slots__ = ("parts", "same", "size", "summed", "why")
 
     def __init__(self, size: int, why: str | None = None) -> None:
         self.size, self.why = size, why
-        self.same: Atom | None = None
-        self.parts: list[Atom] = []
+        self.same: Atom | None = None  # that this one was found to be equal to
+        self.parts: list[Atom] = []  # that this one was found to be made of: a product or, where `summed`, a sum
         self.summed = False
 
     def find(self) -> Atom:
@@ -47,8 +41,7 @@ class Atom:
 
 
 Segment = tuple[Atom, ...]
-Label = list[Segment]
-"""The label of an axis; an axis of size 1 is the empty product."""
+Label = list[Segment]  # the label of an axis; an axis of size 1 is the empty product
 
 
 def fresh(size: int, why: str | None = None) -> Label:
@@ -229,19 +222,10 @@ def divided(label: Label, sizes: Sequence[int]) -> list[Label] | None:
 
 def mask(label: Label, keep: Mapping[Atom, Tensor]) -> Tensor:
     """bool (size,): the positions of an axis that remain, given the kept indices (atom.size,) of atoms."""
-    return torch.cat([_segment_mask(segment, keep) for segment in label])
-
-
-def _segment_mask(segment: Segment, keep: Mapping[Atom, Tensor]) -> Tensor:
-    result = torch.ones(1, dtype=torch.bool)
-    for atom in segment:
-        atom = atom.find()
-        if atom.parts:
-            found = [_segment_mask((part,), keep) for part in atom.parts]
-            inner = torch.cat(found) if atom.summed else _segment_mask(tuple(atom.parts), keep)
-        else:
-            inner = keep.get(atom, torch.ones(atom.size, dtype=torch.bool))
-        result = (result[:, None] & inner).flatten()
+    result = torch.ones(sum(map(size_of, label)), dtype=torch.bool)
+    for atom in keep.keys() & set(leaves(label)):
+        index = indices(label, atom)
+        result &= (index < 0) | keep[atom][index]
     return result
 
 

@@ -27,8 +27,7 @@ DIVIDING = frozenset({"split", "split_with_sizes", "unsafe_split"})
 OTHER = frozenset({"unflatten", "layer_norm", "rms_norm", "repeat", "narrow", "repeat_interleave"})
 
 
-Source = tuple[str, str, int]
-"""A module, the path of its attribute, and the position in it."""
+Source = tuple[str, str, int]  # a module, the path of its attribute, and the position in it
 
 
 class Sized(int):
@@ -58,20 +57,15 @@ def _is_int(value: Any) -> bool:
 
 
 class Attributes(TorchFunctionMode):
-    """Finds the axes that integer attributes of a network stand for; they are replaced in the given copy.
+    """Finds the axes that integer attributes of a network stand for; they are replaced in the given copy."""
 
-    Attributes:
-        sizes: Labels of the axes that had the size of an attribute.
-        views: {(module, number): labels} of the views that modules make, numbered in each forward of a module.
-        labels, stack: Set by the trace: the labels of a tensor, and the names of the modules that run.
-    """
+    labels: Callable[[Tensor], list[Label]]  # of a tensor; set by the trace, as the next
+    stack: list[str]  # names of the modules that run
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.sizes: dict[Source, list[Label]] = {}
-        self.views: dict[tuple[str, int], list[Label]] = {}
-        self.labels: Callable[[Tensor], list[Label]]
-        self.stack: list[str]
+        self.sizes: dict[Source, list[Label]] = {}  # axes that had the size of an attribute
+        self.views: dict[tuple[str, int], list[Label]] = {}  # by module, numbered in each of its forwards
         self.counts: dict[str, int] = {}
         self.modules = dict(model.named_modules())
         for name, module in model.named_modules():
@@ -105,7 +99,7 @@ class Attributes(TorchFunctionMode):
     def _repeats(self, query: Tensor, key: Tensor) -> None:
         """Queries share keys: forwards that are given a mask repeat keys by an attribute, which this call did without.
 
-        It is one of the module's that has this size in all modules of its class (a number of layers has not).
+        It is the one that has this size in all modules of the class (a number of layers has not).
         """
         times = query.shape[1] // key.shape[1]
         found = divided(self.labels(query)[1], [key.shape[1], times]) if 1 < times < query.shape[1] else None
@@ -135,15 +129,13 @@ class Attributes(TorchFunctionMode):
     def _item(self, x: Tensor, index: Any) -> None:
         """x[..., a:b] with attributes a and b: the sizes of x[..., :a] and x[..., :b]."""
         index = index if isinstance(index, tuple) else (index,)
-        if not any(isinstance(bound, Sized) for which in index if isinstance(which, slice) for bound in _bounds(which)):
-            return
         used = sum(which is not None and which is not Ellipsis for which in index)
         axis = 0
         for which in index:
             if which is Ellipsis:
                 axis += x.dim() - used
             elif which is not None:
-                for bound in _bounds(which) if isinstance(which, slice) else ():
+                for bound in (which.start, which.stop) if isinstance(which, slice) else ():
                     if isinstance(bound, Sized) and 0 < bound <= x.shape[axis]:
                         label = section(self.labels(x)[axis], 0, int(bound))
                         if label is not None:
@@ -161,10 +153,6 @@ class Attributes(TorchFunctionMode):
                 if factor is not None:
                     self.sizes.setdefault(source, []).append(factor)
             start += length
-
-
-def _bounds(which: slice) -> tuple[Any, Any]:
-    return which.start, which.stop
 
 
 def _flat(values: Iterable[Any]) -> Iterable[Any]:

@@ -6,7 +6,7 @@ just runs. Labels of axes are unified by :mod:`dllp.structure.rules`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,28 +25,20 @@ from dllp.structure.rules import MIXED, PRODUCT, Call, Form, Unknown, apply
 
 INPUT = "its channels are the network's inputs"
 OUTPUT = "its channels are the network's outputs"
-ALIGNED = 8
-"""Numbers of half precision in 16 bytes."""
+ALIGNED = 8  # numbers of half precision in 16 bytes
 COPIES = frozenset({"_to_copy", "clone", "contiguous", "alias", "detach"})
 """Operations whose output holds the numbers of their input."""
 
 
 @dataclass
 class Product:
-    """A matrix product or convolution: `times` the product of the sizes of `labels` multiply-accumulates.
+    """A matrix product or convolution: `times` the product of the sizes of `labels` multiply-accumulates."""
 
-    Attributes:
-        module: Name of the module that computed it.
-        weight: Name of the parameter in it, if there is one.
-        form: What it computes, where a layer alone can be timed; `labels` are then batch, outputs and inputs of a
-            convolution, or rows, inputs and outputs of a matrix product.
-    """
-
-    module: str
-    weight: str | None
-    labels: list[Label]
+    module: str  # that computed it
+    weight: str | None  # name of the parameter in it, if there is one
+    labels: list[Label]  # with a form: batch, outputs and inputs of a convolution, or rows, inputs and outputs
     times: int
-    form: Form | None = None
+    form: Form | None = None  # what it computes, where a layer alone can be timed
 
 
 @dataclass
@@ -60,34 +52,15 @@ class Average:
 
 @dataclass
 class Trace:
-    """Record of one forward of a single example, in the order of execution.
+    """Record of one forward of a single example, in the order of execution."""
 
-    Attributes:
-        tensors: Labels of the axes of every parameter and buffer, by its name; shared ones have one label.
-        products: All matrix products and convolutions.
-        reads: Axes of parameters that are added up in a product: gates multiply there.
-        writes: Modules that make an axis, and its label.
-        averages: Means over axes, in modules whose statistics can be gated.
-        aligned: Axes of which kernels take multiples of `ALIGNED` only.
-        calls: Names of the modules that were called, and how often.
-        unknown: Operations without a rule.
-        attributes: Sizes that forwards took from attributes of modules.
-    """
-
-    tensors: dict[str, list[Label]]
-    attributes: Attributes
+    tensors: dict[str, list[Label]]  # of every parameter and buffer, by its name; shared ones have one label
+    attributes: Attributes  # sizes that forwards took from attributes of modules
     products: list[Product] = field(default_factory=list)
-    reads: set[tuple[str, int]] = field(default_factory=set)
-    writes: list[tuple[str, Label]] = field(default_factory=list)
-    averages: list[Average] = field(default_factory=list)
-    aligned: list[Label] = field(default_factory=list)
-    calls: dict[str, int] = field(default_factory=dict)
-    unknown: set[str] = field(default_factory=set)
-
-    @property
-    def total(self) -> float:
-        """Multiply-accumulates."""
-        return float(sum(_macs(product) for product in self.products))
+    reads: set[tuple[str, int]] = field(default_factory=set)  # axes that a product adds up: gates multiply there
+    writes: list[tuple[str, Label]] = field(default_factory=list)  # modules that make an axis, and its label
+    averages: list[Average] = field(default_factory=list)  # in modules whose statistics can be gated
+    aligned: list[Label] = field(default_factory=list)  # axes of which kernels take multiples of `ALIGNED` only
 
     def macs(self, model: nn.Module) -> dict[str, float]:
         """Multiply-accumulates of the modules that multiply by a weight of their own, in the order of execution."""
@@ -128,15 +101,13 @@ class Axes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket.__name__
-        name = packet if packet.startswith("__") else packet.rstrip("_") or packet
+        name = name_of(func)
         call = Call(name, args, kwargs or {}, func._schema, out)
         if name in COPIES and storage(call.tensors[0]) in self.sources:
             self.sources[storage(out)] = self.sources[storage(call.tensors[0])]
         try:
             apply(self, call)
         except (Unknown, AttributeError, LookupError, TypeError, ValueError):  # no rule, or a use it does not know
-            self.trace.unknown.add(name)
             for tensor in call.tensors:
                 for label in self.label(tensor):
                     freeze(label, MIXED.format(name))
@@ -192,14 +163,6 @@ class Axes(TorchDispatchMode):
         if written is not None and (name is not None or written != [()]):
             self.trace.writes.append((self.where, written))
 
-    def write(self, label: Label) -> None:
-        """The current module makes an axis."""
-        self.trace.writes.append((self.where, label))
-
-    def align(self, *labels: Label) -> None:
-        """A kernel asks for rows of whole 16 bytes."""
-        self.trace.aligned += labels
-
     def average(self, label: Label, axis: int) -> None:
         """The current module takes a mean over an axis."""
         if self.leaf[self.where]:
@@ -207,21 +170,36 @@ class Axes(TorchDispatchMode):
         else:
             freeze(label, MIXED.format("a mean over them"))
 
-    def enter(self, name: str, module: nn.Module, args: Any) -> None:
+    def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.stack.append(name)
         self.trace.attributes.counts[name] = 0
-        self.trace.calls[name] = self.trace.calls.get(name, 0) + 1
         if isinstance(module, _NormBase) and not module.affine and not module.track_running_stats and args:
             # it has no tensor that tells, and warns of a number of features that is not its own
             self.trace.attributes.sizes[name, "num_features", 0] = [self.label(args[0])[1]]
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def leave(self, *_: Any) -> None:
         self.stack.pop()
 
 
 def storage(tensor: Tensor) -> int:
     """The memory that a tensor shares with its views."""
     return tensor.untyped_storage()._cdata
+
+
+@contextmanager
+def watched(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
+    """Call enter(name, module, args, kwargs) before a module runs, leave(name, module, args, output) after."""
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(partial(leave, name), always_call=True).remove)
+        yield
+
+
+def name_of(operation: Any) -> str:
+    """Name of an operation of ATen, of one in place without its underscore."""
+    packet = operation._overloadpacket.__name__
+    return packet if packet.startswith("__") else packet.rstrip("_") or packet
 
 
 @contextmanager
@@ -248,14 +226,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...]) -> Trace:
     for tensor in tree_leaves(inputs):
         if isinstance(tensor, Tensor):
             axes.set(tensor, [fresh(size, INPUT) for size in tensor.shape])
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            stack.callback(module.register_forward_pre_hook(partial(axes.enter, name)).remove)
-            stack.callback(module.register_forward_hook(axes.leave, always_call=True).remove)
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(countable())
-        stack.enter_context(attributes)
-        stack.enter_context(axes)
+    with watched(model, axes.enter, axes.leave), torch.no_grad(), countable(), attributes, axes:
         output = model(*inputs)
     for product in axes.trace.products:  # the heads of PyTorch's own attention, which no view of its own shows
         if product.weight is None and isinstance(model.get_submodule(product.module), nn.MultiheadAttention):

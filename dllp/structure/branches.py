@@ -10,9 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dllp.errors import StructureError
-from dllp.structure.axes import COPIES, countable, storage
+from dllp.structure.axes import COPIES, countable, name_of, storage, watched
 
-GONE = "!"
-"""Beginning of a recipe's entries for modules that are gone; they say what stands in their place."""
+GONE = "!"  # beginning of a recipe's entries for modules that are gone; they say what stands in their place
 IDENTITY, ZEROS, RETURNS = "!identity", "!zeros", "!returns "
 PRODUCTS = frozenset(["addmm", "mm", "convolution", "bmm", "baddbmm"])
 NORMS = frozenset(
@@ -46,11 +43,7 @@ ZERO_AT_ZERO = COPIES | frozenset(
 
 @dataclass(frozen=True)
 class Branch:
-    """A residual branch: parameters of its last affine maps, and the modules that go with it.
-
-    Attributes:
-        gone: {module: the entry of a recipe that says what it becomes}.
-    """
+    """A residual branch: parameters of its last affine maps, and {module: its recipe entry} of what goes with it."""
 
     name: str
     parameters: tuple[str, ...]
@@ -115,8 +108,7 @@ class Flow(TorchDispatchMode):
         reads, shapes = [self.value(t) for t in active], [t.shape for t in active]
         out = func(*args, **(kwargs or {}))
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        packet = func._overloadpacket.__name__
-        name = packet if packet.startswith("__") else packet.rstrip("_") or packet
+        name = name_of(func)
         if not active and names:  # a parameter in another shape or precision
             if name in COPIES:
                 self.parameters |= {storage(t): names[0] for t in made}
@@ -150,12 +142,7 @@ class Flow(TorchDispatchMode):
 def observed(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Flow, set[int]]:
     """The dataflow of one forward of a network, a scratch copy in evaluation mode, and the values of its outputs."""
     flow = Flow(model)
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            stack.callback(module.register_forward_pre_hook(partial(flow.enter, name), with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(partial(flow.leave, name), always_call=True).remove)
-        for context in (torch.no_grad(), countable(), flow):
-            stack.enter_context(context)
+    with watched(model, flow.enter, flow.leave), torch.no_grad(), countable(), flow:
         output = model(*inputs)
     return flow, {flow.value(t) for t in tree_leaves(output) if isinstance(t, Tensor)}
 
@@ -178,13 +165,9 @@ def within(name: str, modules: Container[str]) -> bool:
 
 def _common(names: Iterable[str]) -> str:
     """The innermost module that holds all of the named ones."""
-    paths = [name.split(".") for name in names]
-    shared = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
+    levels = list(zip(*(name.split(".") for name in names), strict=False))
+    depth = next((d for d, parts in enumerate(levels) if len(set(parts)) > 1), len(levels))
+    return ".".join(parts[0] for parts in levels[:depth])
 
 
 class _Reader:
@@ -341,15 +324,11 @@ class _Reader:
         return RETURNS + json.dumps(found if several else found[0])
 
 
-# ---- removal
-
-
 class NoBranch:
     """The forward of an emptied module: zeros in the shape of the first tensor that it is given.
 
-    Args:
-        returns: 0 for these zeros, None, or the argument of that name or number; a list of them for a tuple.
-        layer: Number of an attention's layer in a cache of keys and values.
+    `returns` is 0 for these zeros, None, the argument of a name or number, or a list for a tuple; `layer` the number of
+    an attention's layer in a cache of keys and values.
     """
 
     def __init__(self, returns: Any, layer: int | None) -> None:
@@ -389,10 +368,7 @@ def check_removal(name: str, entry: str, rest: list[int]) -> None:
 
 
 def remove(model: nn.Module, name: str, entry: str) -> None:
-    """Take a module out of a network, in place; `entry` says what it becomes.
-
-    A plain layer is replaced by one of PyTorch's own. What is called with several arguments stays, without tensors.
-    """
+    """Replace a plain layer in place as `entry` says; what is called with several arguments stays, without tensors."""
     path, _, leaf = name.rpartition(".")
     parent, old = model.get_submodule(path), model.get_submodule(name)
     if isinstance(parent, nn.TransformerEncoderLayer):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -118,24 +118,11 @@ def sizes(labels: Iterable[Label], atoms: Sequence[Atom]) -> tuple[Sizes, list[i
         rows = tuple((factor, tuple(map(terms.index, counts))) for factor, counts in terms.alternatives(label))
         found.append(axes.setdefault(rows, len(axes)))
     listed = [(factor, row, axis) for rows, axis in axes.items() for factor, row in rows]
-    counts = [count for _, count in terms.counts.values()]
-    return Sizes(
-        base=torch.tensor([base for base, _ in counts], dtype=torch.float64),
-        signals=torch.stack([units for _, units in counts], dim=1),
-        weight=torch.tensor([factor for factor, _, _ in listed], dtype=torch.float64),
-        factors=_table([row for _, row, _ in listed]),
-        axis=torch.tensor([axis for _, _, axis in listed], dtype=torch.int64),
-        number=len(axes),
-    ), found
+    weight, axis = _exact([factor for factor, _, _ in listed]), torch.tensor([a for _, _, a in listed]).long()
+    return Sizes(*terms.stacked(), weight, _table([row for _, row, _ in listed]), axis, len(axes)), found
 
 
-def unit_counts(unit: Tensor, offset: int, total: int) -> Tensor:
-    """unit (C,) -> float64 (total,): channels of each unit."""
-    return torch.bincount(unit[unit >= 0] + offset, minlength=total).double()
-
-
-Count = tuple[float, Tensor]
-"""A constant, and the number of indices (U,) that each open unit adds to it."""
+Count = tuple[float, Tensor]  # a constant, and the number of indices (U,) that each open unit adds to it
 
 
 class _Terms:
@@ -221,21 +208,26 @@ class _Terms:
                 elif bool(both.any()):
                     self.square += factor * both
 
+    def stacked(self) -> tuple[Tensor, Tensor]:
+        """Constants (K,) and units (U, K) of all counts."""
+        counts = [count for _, count in self.counts.values()]
+        return _exact([base for base, _ in counts]), torch.stack([units for _, units in counts], dim=1)
+
     def cost(self) -> Cost:
         """The finished cost."""
-        counts = [count for _, count in self.counts.values()]
         common = [both for _, both in self.common.values()]
+        base, signals = self.stacked()
         result = Cost(
             dense=0.0,
-            const=torch.tensor(self.const, dtype=torch.float64),
+            const=_exact(self.const),
             linear=self.linear,
             square=self.square,
-            base=torch.tensor([base for base, _ in counts], dtype=torch.float64),
-            signals=torch.stack([units for _, units in counts], dim=1),
-            weight=torch.tensor([factor for factor, _ in self.rows], dtype=torch.float64),
+            base=base,
+            signals=signals,
+            weight=_exact([factor for factor, _ in self.rows]),
             factors=_table([found for _, found in self.rows]),
             common=torch.stack(common, dim=1) if common else self.linear.new_zeros(self.total, 0),
-            shared_weight=torch.tensor([factor for factor, _, _ in self.shared], dtype=torch.float64),
+            shared_weight=_exact([factor for factor, _, _ in self.shared]),
             shared=torch.tensor([column for _, column, _ in self.shared], dtype=torch.int64),
             shared_factors=_table([others for _, _, others in self.shared]),
         )
@@ -249,6 +241,10 @@ def _gathered(monomials: Iterable[tuple[float, list[Atom]]]) -> list[tuple[float
         key = tuple(map(id, atoms))
         result[key] = (result.get(key, (0.0, atoms))[0] + factor, atoms)
     return list(result.values())
+
+
+def _exact(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def _table(rows: Sequence[Sequence[int]]) -> Tensor:

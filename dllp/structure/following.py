@@ -66,10 +66,7 @@ def follow(module: nn.Module, entry: str, sizes: list[int]) -> None:
 
 
 class CutAttention:
-    """The forward of a cut `nn.MultiheadAttention` with one width of queries, keys and values.
-
-    PyTorch's own divides the width of its inputs by the heads; this one takes all sizes from the weights.
-    """
+    """The forward of a cut `nn.MultiheadAttention`, all sizes taken from the weights, none from the inputs' width."""
 
     def __init__(self, module: nn.MultiheadAttention) -> None:
         self.module = module

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from dllp.config import Units
+from dllp.config import Config, Units
 from dllp.errors import ConfigError
 from dllp.structure.atoms import MISALIGNED, Atom, Label, freeze, indices, leaves
 from dllp.structure.axes import ALIGNED, OUTPUT, Trace
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # which imports this
 
 __all__ = [
     "OUTPUT", "UNREAD", "WEIGHTS_INSTEAD", "FilterFn", "Group", "Kernel", "Layer", "Structure", "allowed",
-    "chosen_again", "discover", "verify",
+    "discover", "discover_again", "verify",
 ]  # fmt: skip
 UNREAD = "no layer that could be cut reads its channels: they are the network's outputs"
 FILTERED = "filter_fn keeps "
@@ -48,10 +48,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A product that can be timed alone: its layer, what it computes, and the axes of its inputs and outputs.
-
-    The size of its axis `branch` is 1, or 0 where a residual branch is gone with it.
-    """
+    """A product that can be timed alone: layer, form, axes of inputs, outputs and branch (size 0 where gone)."""
 
     layer: str
     form: Form
@@ -62,23 +59,17 @@ class Kernel:
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """Groups in the order of execution, reasons for layers that stay whole, and costs as functions of the gates.
-
-    Attributes:
-        kernels: Products whose time is a function of their widths, `sizes` of axes.
-        even: Groups of equally many channels are cut alike.
-        latency: Time of the kernels, where a profile of a runtime was given.
-    """
+    """Groups in the order of execution, reasons for layers that stay whole, and costs as functions of the gates."""
 
     groups: tuple[Group, ...]
     whole: dict[str, str]
     layers: tuple[Layer, ...]
     flops: Cost
     params: Cost
-    kernels: tuple[Kernel, ...]
-    sizes: Sizes
-    even: bool = False
-    latency: Latency | None = None
+    kernels: tuple[Kernel, ...]  # products whose time is a function of their widths
+    sizes: Sizes  # of the kernels' axes
+    even: bool = False  # groups of equally many channels are cut alike
+    latency: Latency | None = None  # time of the kernels, where a profile of a runtime was given
 
     @property
     def units(self) -> int:
@@ -130,7 +121,8 @@ def discover(
         scratch = copied(model).eval()  # never run itself, and its parameters serve all copies that are
         trace = observe(scratch, inputs)
         if channels:
-            forbidden = _forbidden(model, filter_fn)
+            producers = ((n, m) for n, m in model.named_modules() if isinstance(m, (_ConvNd, nn.Linear)))
+            forbidden = {name for name, module in producers if not allowed(filter_fn, module, name)}
             finer: dict[Group, str] = {}
             if units != "blocks":
                 found, whole = components(model, trace, forbidden)
@@ -197,19 +189,11 @@ def allowed(filter_fn: FilterFn | None, module: nn.Module, name: str) -> bool:
     return bool(answer)
 
 
-def chosen_again(whole: Mapping[str, str]) -> FilterFn:
-    """The filter_fn of a run, rebuilt from its reasons for layers that stay whole."""
+def discover_again(model: nn.Module, example: Tensor, whole: Mapping[str, str], config: Config) -> Structure:
+    """The groups that a finished run had; its reasons for layers that stay whole stand for its filter_fn."""
     kept = {reason.removeprefix(FILTERED) for reason in whole.values() if reason.startswith(FILTERED)}
-    return lambda module, name: name not in kept
-
-
-def _forbidden(model: nn.Module, filter_fn: FilterFn | None) -> set[str]:
-    """Names of the convolutions and linear modules that filter_fn keeps whole."""
-    producers = ((n, m) for n, m in model.named_modules() if isinstance(m, (_ConvNd, nn.Linear)))
-    return {name for name, module in producers if not allowed(filter_fn, module, name)}
-
-
-# ---- groups, from the labels of the axes
+    options = {"units": config.units, "even": config.even}
+    return discover(model, example, filter_fn=lambda module, name: name not in kept, **options)
 
 
 def components(model: nn.Module, trace: Trace, forbidden: Container[str]) -> tuple[dict[Atom, Group], dict[str, str]]:

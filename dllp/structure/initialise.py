@@ -6,31 +6,27 @@ import math
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from dllp.errors import ConfigError
 
-HOOKED = frozenset({"weight_g", "weight_v", "weight_orig"})
-"""Parameters from which the hooks of `torch.nn.utils.weight_norm` and `spectral_norm` compute a weight."""
+HOOKED = frozenset({"weight_g", "weight_v", "weight_orig"})  # from which hooks compute a weight
 
 
 @torch.no_grad()
 def initialise(model: nn.Module) -> None:
     """Initialise every parameter of `model` in place that is not frozen, from the global random generators.
 
-    Convolutions get Kaiming normal weights (fan-out, ReLU) and zero biases, normalisations weight 1 and bias 0; every
-    other module is reset by its own `reset_parameters()`. ConfigError, before anything is changed, for a module with
-    trainable parameters of its own and no such method, or with a weight that is computed from them.
+    Convolutions get Kaiming normal weights (fan-out, ReLU) and zero biases; every other module is reset by its own
+    `reset_parameters()`. ConfigError, before anything is changed, for a module with trainable parameters of its own and
+    no such method, or with a weight that is computed from them.
     """
     for name, module in model.named_modules():
         if not any(p.requires_grad for p in module.parameters(recurse=False)):
             continue
         what = f"module {name or 'the network itself'!r} ({type(module).__name__})"
         if _resetter(module) is None:
-            raise ConfigError(
-                f"{what} has parameters but no reset_parameters(): give it one, or start from the given weights with "
-                "init='given'"
-            )
+            ways = "give it one, or start from the given weights with init='given'"
+            raise ConfigError(f"{what} has parameters but no reset_parameters(): {ways}")
         if not HOOKED.isdisjoint(module._parameters):
             raise ConfigError(
                 f"the weight of {what} is computed from other parameters, which its reset_parameters() leaves as they "
@@ -49,10 +45,6 @@ def initialise(model: nn.Module) -> None:
         if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
             fan_out = module.out_channels // module.groups * math.prod(module.kernel_size)
             module.weight.normal_(0, math.sqrt(2 / fan_out))
-            if module.bias is not None:
-                module.bias.zero_()
-        elif isinstance(module, (_NormBase, nn.GroupNorm, nn.LayerNorm)) and module.weight is not None:
-            module.weight.fill_(1)
             if module.bias is not None:
                 module.bias.zero_()
     for parameter, value in frozen:  # a module may be frozen in part, and one may reset another's

@@ -22,10 +22,8 @@ from dllp.errors import ConfigError
 from dllp.structure.cost import Sizes, moved
 from dllp.structure.groups import Structure
 
-POINTS = 8
-"""Widths at which a layer is timed, at most."""
-MULTIPLES = ((64, 8), (16, 4), (1, 1))
-"""Channels of a group from which on its widths are multiples of so many."""
+POINTS = 8  # widths at which a layer is timed, at most
+MULTIPLES = ((64, 8), (16, 4), (1, 1))  # channels of a group from which on its widths are multiples of so many
 
 
 @dataclass(frozen=True)
@@ -50,27 +48,18 @@ class Check:
 
 @dataclass(frozen=True)
 class Profile:
-    """Times of a network's layers on a machine.
-
-    Attributes:
-        runtime, threads, batch, machine, versions: Where and how it was measured.
-        network: Fingerprint of the network's layers.
-        dense: Seconds of the dense network.
-        overhead: Seconds of it that do not fall with the widths: calls, and what is no layer.
-        tables: Kernels alone. With `overhead` and a common factor for the rest their sum is `dense`.
-        checks: The networks by which overhead and factor were found.
-    """
+    """Times of a network's layers on a machine; with `overhead` and a common factor their sum is the network's."""
 
     runtime: str
     threads: int
     batch: int
     machine: str
     versions: dict[str, str]
-    network: str
-    dense: float
-    overhead: float
-    tables: list[Table]
-    checks: list[Check]
+    network: str  # fingerprint of the network's layers
+    dense: float  # seconds of the dense network
+    overhead: float  # seconds of it that do not fall with the widths: calls, and what is no layer
+    tables: list[Table]  # kernels alone
+    checks: list[Check]  # the networks by which overhead and factor were found
 
     def write(self, path: Path) -> None:
         files.write_json(path, asdict(self), named=True)
@@ -124,14 +113,12 @@ def grids(structure: Structure) -> list[list[int]]:
     for case in cases:
         for axis, size in enumerate(structure.sizes.expected(hard(structure, case)).round().int().tolist()):
             found[axis].add(size)
-    return [_thinned(sorted(sizes - {0})) for sizes in found]
-
-
-def _thinned(values: list[int]) -> list[int]:
-    """At most `POINTS` + 1 of the values, the first and the last among them."""
-    if len(values) <= POINTS + 1:
-        return values
-    return [values[round(i * (len(values) - 1) / POINTS)] for i in range(POINTS + 1)]
+    result = []
+    for sizes in found:
+        values = sorted(sizes - {0})
+        chosen = {round(i * (len(values) - 1) / POINTS) for i in range(POINTS + 1)}  # the first and the last among them
+        result.append([values[i] for i in sorted(chosen)])
+    return result
 
 
 def hard(structure: Structure, counts: dict[int, int]) -> Tensor:
@@ -147,24 +134,16 @@ def hard(structure: Structure, counts: dict[int, int]) -> Tensor:
 class Latency:
     """Seconds as a function of the gates, with the methods of :class:`dllp.structure.cost.Cost`.
 
-    Attributes:
-        sizes: Of all axes.
-        axes: (3, L) axes of each kernel's inputs, outputs and branches.
-        grid: (2, L, G) their sizes, from 0 on.
-        seconds: (L, G, G) by input and output; 0 where a kernel has none. No width is slower than a wider one: the
-            decision then takes the wider.
-        chunks: Units by which each group grows.
-        measure: Time over that of the dense network, measured, of a network with the units (U,); None where the
-            profile was made elsewhere.
+    No width is slower than a wider one: the decision then takes the wider.
     """
 
     dense: float
-    sizes: Sizes
-    axes: Tensor
-    grid: Tensor
-    seconds: Tensor
-    chunks: list[int]
-    measure: Callable[[Tensor], float] | None = None
+    sizes: Sizes  # of all axes
+    axes: Tensor  # (3, L) axes of each kernel's inputs, outputs and branches
+    grid: Tensor  # (2, L, G) their sizes, from 0 on
+    seconds: Tensor  # (L, G, G) by input and output; 0 where a kernel has none
+    chunks: list[int]  # units by which each group grows
+    measure: Callable[[Tensor], float] | None = None  # units (U,) -> time over the dense one's; None on other machines
 
     def expected(self, theta: Tensor) -> Tensor:
         """theta (..., U) -> (...): the time at the *expected* widths, bilinear between those that were measured.

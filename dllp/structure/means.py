@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-GATE = "gate_of_means"
-"""Name under which a module finds the gates (C,) of the axis it takes means over; without it all are open."""
+GATE = "gate_of_means"  # where a module finds the gates (C,) of the axis it takes means over; all are open without
 
 
 class GatedMeans(TorchFunctionMode):
@@ -29,14 +28,13 @@ class GatedMeans(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in STATISTICS and isinstance(args[0], Tensor) and self._fits(args[0]):
-            result = STATISTICS[name](self, *args, **kwargs)
-            if result is not None:
-                return result
+        if name in STATISTICS and isinstance(args[0], Tensor):
+            shape = args[0].shape
+            if len(shape) >= -self.axis and shape[self.axis] == len(self.gates):
+                result = STATISTICS[name](self, *args, **kwargs)
+                if result is not None:
+                    return result
         return func(*args, **kwargs)
-
-    def _fits(self, x: Tensor) -> bool:
-        return x.dim() >= -self.axis and x.shape[self.axis] == len(self.gates)
 
     def weights(self, x: Tensor) -> Tensor:
         """The gates in the shape of x."""
@@ -129,10 +127,6 @@ class GatedForward:
             return forward(*args, **kwargs)
 
 
-def _nothing(*_: Any) -> None:
-    pass
-
-
 def gate_means(model: nn.Module, axes: dict[str, int]) -> None:
     """Let the named modules of a network take gated means over an axis each, in place."""
     for name, axis in axes.items():
@@ -141,7 +135,7 @@ def gate_means(model: nn.Module, axes: dict[str, int]) -> None:
             continue
         forward = GatedForward(module, axis)
         # encoder layers of PyTorch call a kernel in place of their norms unless they see a hook
-        forward.hook = module.register_forward_pre_hook(_nothing).id
+        forward.hook = module.register_forward_pre_hook(lambda *_: None).id
         module.forward = forward
 
 

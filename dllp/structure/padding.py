@@ -17,10 +17,7 @@ from dllp.structure.slicing import Fold, Recipe, cut, fold_in, kept_indices, rec
 
 
 def widened(structure: Structure, keep: Tensor, steps: Sequence[int], priority: Tensor | None = None) -> Tensor:
-    """(U,) bool: the kept units and as many more as make each group a multiple of its step in `steps`, or whole.
-
-    Units are added in descending order of `priority` (U,), by default in the order of their indices.
-    """
+    """(U,) bool: the kept units, and more in descending `priority` (U,) until each group has a multiple of its step."""
     counts = [-(-int(keep[part].sum()) // step) * step for part, step in zip(structure.slices, steps, strict=True)]
     return _with_counts(structure, keep, counts, priority)
 
@@ -38,14 +35,7 @@ def closing_fold(network: nn.Module, structure: Structure, wide: Tensor, keep: T
 
 
 def padded(model: nn.Module, structure: Structure, keep: Tensor, multiple: int) -> tuple[nn.Module, float]:
-    """The cut network with dead channels up to a multiple, its outputs unchanged; and its multiply-accumulates.
-
-    Args:
-        model: M_0, a particle in its full shape.
-        structure: Its groups.
-        keep: (U,) bool.
-        multiple: Widths of groups that lost channels become multiples of this, or whole again; not under a norm.
-    """
+    """M_0 cut to `keep` (U,), dead channels added up to a multiple, its outputs unchanged; and its MACs."""
     wide = widened(structure, keep, padding_steps(structure, multiple))
     network = cut(model, recipe(model, structure.groups, wide))
     fold_in(network, *closing_fold(network, structure, wide, keep))

@@ -8,19 +8,27 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dllp.structure.atoms import MISALIGNED, Atom, Label, divided, freeze, fresh, merged, section, segments, unify
 
+if TYPE_CHECKING:  # which imports this
+    from dllp.structure.axes import Axes
+
 ZERO_PAD = "a zero-pad shortcut shifts its channels"
 MIXED = "an operation mixes its channels ({})"
 PRODUCT = "products of activations add its channels up"
 SPACE = "a place, no channel"
 
-_ELEMENTWISE = (
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+ELEMENTWISE = _names(
     "__and__ __or__ __xor__ _prelu_kernel _to_copy abs acos acosh add addcdiv addcmul alias angle asin asinh "
     "atan atan2 atanh bernoulli bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp clamp_max "
     "clamp_min clone contiguous copy cos cosh detach div elu empty_like eq erf erfc erfinv exp exp2 expm1 fill "
@@ -31,63 +39,19 @@ _ELEMENTWISE = (
     "rsub selu sgn sigmoid sign silu sin sinh softplus softshrink special_expit sqrt square sub tan tanh "
     "threshold to trunc type_as where xlogy zero zeros_like"
 )
-ELEMENTWISE = frozenset(_ELEMENTWISE.split())
-CREATING = frozenset(
-    [
-        "arange",
-        "empty",
-        "empty_permuted",
-        "empty_strided",
-        "eye",
-        "full",
-        "linspace",
-        "logspace",
-        "new_empty",
-        "new_empty_strided",
-        "new_full",
-        "new_ones",
-        "new_zeros",
-        "normal",
-        "ones",
-        "rand",
-        "randint",
-        "randn",
-        "randperm",
-        "scalar_tensor",
-        "tril_indices",
-        "triu_indices",
-        "zeros",
-    ]
+CREATING = _names(
+    "arange empty empty_permuted empty_strided eye full linspace logspace new_empty new_empty_strided new_full "
+    "new_ones new_zeros normal ones rand randint randn randperm scalar_tensor tril_indices triu_indices zeros"
 )
 """Operations whose outputs have the sizes that a forward asked for."""
-REDUCING = frozenset(
-    [
-        "all",
-        "amax",
-        "amin",
-        "any",
-        "argmax",
-        "argmin",
-        "count_nonzero",
-        "linalg_vector_norm",
-        "logsumexp",
-        "max",
-        "median",
-        "min",
-        "mean",
-        "norm",
-        "prod",
-        "std",
-        "std_mean",
-        "sum",
-        "var",
-        "var_mean",
-    ]
+REDUCING = _names(
+    "all amax amin any argmax argmin count_nonzero linalg_vector_norm logsumexp max median min mean norm prod std "
+    "std_mean sum var var_mean"
 )
 MEANS = frozenset({"mean", "var", "var_mean", "std", "std_mean"})
 SPATIAL = re.compile(r"(?:pool|upsample|_pad|grid_sampler)\w*?_?([123])d")
 
-Rule = Callable[["Tracer", "Call"], None]
+Rule = Callable[["Axes", "Call"], None]
 RULES: dict[str, Rule] = {}
 
 
@@ -97,35 +61,14 @@ class Unknown(Exception):
 
 @dataclass(frozen=True)
 class Form:
-    """A matrix product, or a convolution, of one example, but for its channels.
+    """A matrix product, or a convolution, of one example, but for its channels."""
 
-    Attributes:
-        size: Rows of the matrix, or sides of the convolution's input.
-        kernel, stride, padding, dilation: Of a convolution.
-        groups: Of a convolution; 0 where each channel has its own.
-    """
-
-    size: tuple[int, ...]
-    kernel: tuple[int, ...] = ()
+    size: tuple[int, ...]  # rows of the matrix, or sides of the convolution's input
+    kernel: tuple[int, ...] = ()  # this and what follows: of a convolution
     stride: tuple[int, ...] = ()
     padding: tuple[int, ...] = ()
     dilation: tuple[int, ...] = ()
-    groups: int = 1
-
-
-class Tracer(Protocol):
-    """The side of a trace that rules read and write; see :class:`dllp.structure.axes.Axes`."""
-
-    def label(self, tensor: Tensor) -> list[Label]: ...
-    def set(self, tensor: Tensor, labels: list[Label]) -> None: ...
-    def contract(self, tensors: tuple[Tensor, Tensor], labels: tuple[Label, Label]) -> None: ...
-    def multiply(
-        self, weight: Tensor | None, written: Label | None, labels: list[Label], times: int = 1,
-        form: Form | None = None,
-    ) -> None: ...  # fmt: skip
-    def write(self, label: Label) -> None: ...
-    def align(self, *labels: Label) -> None: ...
-    def average(self, label: Label, axis: int) -> None: ...
+    groups: int = 1  # 0 where each channel has its own
 
 
 class Call:
@@ -154,7 +97,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def apply(trace: Tracer, call: Call) -> None:
+def apply(trace: Axes, call: Call) -> None:
     """Label the outputs of a call; Unknown where there is no rule."""
     if call.name in RULES:
         RULES[call.name](trace, call)
@@ -171,7 +114,7 @@ def apply(trace: Tracer, call: Call) -> None:
         raise Unknown
 
 
-def elementwise(trace: Tracer, tensors: list[Tensor], outputs: list[Tensor]) -> None:
+def elementwise(trace: Axes, tensors: list[Tensor], outputs: list[Tensor]) -> None:
     """Axes of equal size are equal; an axis of size 1 is broadcast."""
     for out in outputs:
         labels: list[Label] = []
@@ -188,7 +131,7 @@ def elementwise(trace: Tracer, tensors: list[Tensor], outputs: list[Tensor]) -> 
             trace.set(out, labels)
 
 
-def reduce(trace: Tracer, call: Call) -> None:
+def reduce(trace: Axes, call: Call) -> None:
     x, dims = call["self"], call["dim"]
     rank = x.dim()
     dims = [dims] if isinstance(dims, int) and not isinstance(dims, bool) else dims
@@ -204,7 +147,7 @@ def reduce(trace: Tracer, call: Call) -> None:
         trace.set(out, kept if out.dim() == rank else [labels[d] for d in range(rank) if d not in dims])
 
 
-def spatial(trace: Tracer, call: Call, dims: int) -> None:
+def spatial(trace: Axes, call: Call, dims: int) -> None:
     """Pooling, interpolation and padding mix the last axes."""
     labels = trace.label(call.tensors[0])
     for label in labels[-dims:]:
@@ -217,7 +160,7 @@ def spatial(trace: Tracer, call: Call, dims: int) -> None:
 
 
 @rule("view", "_unsafe_view", "reshape", "_reshape_alias")
-def view(trace: Tracer, call: Call) -> None:
+def view(trace: Axes, call: Call) -> None:
     x, out = call["self"], call.out
     if not x.numel():
         raise Unknown
@@ -248,58 +191,47 @@ def view(trace: Tracer, call: Call) -> None:
     trace.set(out, result)
 
 
-@rule("t")
-def t(trace: Tracer, call: Call) -> None:
-    trace.set(call.out, trace.label(call["self"])[::-1])
-
-
-@rule("permute")
-def permute(trace: Tracer, call: Call) -> None:
-    labels = trace.label(call["self"])
-    trace.set(call.out, [labels[d] for d in call["dims"]])
-
-
-@rule("transpose")
-def transpose(trace: Tracer, call: Call) -> None:
+@rule("t", "permute", "transpose")
+def reorder(trace: Axes, call: Call) -> None:
     labels = list(trace.label(call["self"]))
-    a, b = call["dim0"], call["dim1"]
-    labels[a], labels[b] = labels[b], labels[a]
+    if call.name == "permute":
+        labels = [labels[d] for d in call["dims"]]
+    else:
+        a, b = (0, -1) if call.name == "t" else (call["dim0"], call["dim1"])
+        labels[a], labels[b] = labels[b], labels[a]
     trace.set(call.out, labels)
 
 
 @rule("unsqueeze")
-def unsqueeze(trace: Tracer, call: Call) -> None:
+def unsqueeze(trace: Axes, call: Call) -> None:
     labels = list(trace.label(call["self"]))
     labels.insert(call["dim"] % call.out.dim(), [()])
     trace.set(call.out, labels)
 
 
 @rule("squeeze")
-def squeeze(trace: Tracer, call: Call) -> None:
+def squeeze(trace: Axes, call: Call) -> None:
     x, dims = call["self"], call["dim"]
-    dims = (
-        range(x.dim()) if dims is None else [d % max(x.dim(), 1) for d in (dims if isinstance(dims, list) else [dims])]
-    )
+    dims = range(x.dim()) if dims is None else dims if isinstance(dims, list) else [dims]
+    dims = [d % max(x.dim(), 1) for d in dims]
     gone = [d for d in dims if d < x.dim() and x.shape[d] == 1]
     trace.set(call.out, [label for d, label in enumerate(trace.label(x)) if d not in gone])
 
 
 @rule("expand")
-def expand(trace: Tracer, call: Call) -> None:
+def expand(trace: Axes, call: Call) -> None:
     x, out = call["self"], call.out
     labels, new = trace.label(x), out.dim() - x.dim()
-    trace.set(
-        out,
-        [labels[d - new] if d >= new and x.shape[d - new] == n else fresh(n) for d, n in enumerate(out.shape)],
-    )
+    known = [d >= new and x.shape[d - new] == n for d, n in enumerate(out.shape)]
+    trace.set(out, [labels[d - new] if known[d] else fresh(n) for d, n in enumerate(out.shape)])
 
 
 @rule("repeat")
-def repeat(trace: Tracer, call: Call) -> None:
+def repeat(trace: Axes, call: Call) -> None:
     x, out = call["self"], call.out
-    labels, new = [[[()]] * (out.dim() - x.dim()), trace.label(x)], out.dim() - x.dim()
+    new = out.dim() - x.dim()
     result: list[Label] = []
-    for d, label in enumerate([*labels[0], *labels[1]]):
+    for d, label in enumerate([[()]] * new + trace.label(x)):
         times = out.shape[d] // (x.shape[d - new] if d >= new else 1)
         result.append(label if times == 1 else merged([fresh(times), label]) or fresh(out.shape[d], MISALIGNED))
         if times > 1 and len(segments(label)) > 1:
@@ -308,7 +240,7 @@ def repeat(trace: Tracer, call: Call) -> None:
 
 
 @rule("select", "unbind")
-def select(trace: Tracer, call: Call) -> None:
+def select(trace: Axes, call: Call) -> None:
     labels = list(trace.label(call["self"]))
     freeze(labels.pop(call["dim"]), MIXED.format("indexing"))
     for out in call.outputs:
@@ -316,14 +248,14 @@ def select(trace: Tracer, call: Call) -> None:
 
 
 @rule("slice")
-def slice_(trace: Tracer, call: Call) -> None:
+def slice_(trace: Axes, call: Call) -> None:
     x, out, axis = call["self"], call.out, call["dim"] % call["self"].dim()
     size, start = x.shape[axis], call["start"] or 0
     start = max(start + size, 0) if start < 0 else min(start, size)
     _section(trace, x, out, axis, start, call["step"])
 
 
-def _section(trace: Tracer, x: Tensor, out: Tensor, axis: int, start: int, step: int = 1) -> None:
+def _section(trace: Axes, x: Tensor, out: Tensor, axis: int, start: int, step: int = 1) -> None:
     labels = list(trace.label(x))
     length = out.shape[axis]
     if length != x.shape[axis]:
@@ -336,7 +268,7 @@ def _section(trace: Tracer, x: Tensor, out: Tensor, axis: int, start: int, step:
 
 
 @rule("split_with_sizes", "unsafe_split_with_sizes")
-def split_with_sizes(trace: Tracer, call: Call) -> None:
+def split_with_sizes(trace: Axes, call: Call) -> None:
     x, start = call["self"], 0
     axis = call["dim"] % x.dim()
     for out in call.outputs:
@@ -345,7 +277,7 @@ def split_with_sizes(trace: Tracer, call: Call) -> None:
 
 
 @rule("split", "unsafe_split", "chunk")
-def split(trace: Tracer, call: Call) -> None:
+def split(trace: Axes, call: Call) -> None:
     """Equal parts, which must stay equally long: they lose the same indices."""
     split_with_sizes(trace, call)
     axis = call["dim"] % call["self"].dim()
@@ -358,7 +290,7 @@ def split(trace: Tracer, call: Call) -> None:
 
 
 @rule("cat")
-def cat(trace: Tracer, call: Call) -> None:
+def cat(trace: Axes, call: Call) -> None:
     out, tensors = call.out, [t for t in call["tensors"] if t.numel()]
     axis = call["dim"] % out.dim()
     labels = [trace.label(t) for t in tensors]
@@ -372,7 +304,7 @@ def cat(trace: Tracer, call: Call) -> None:
 
 
 @rule("stack")
-def stack(trace: Tracer, call: Call) -> None:
+def stack(trace: Axes, call: Call) -> None:
     out, tensors = call.out, call["tensors"]
     for other in tensors[1:]:
         for a, b in zip(trace.label(tensors[0]), trace.label(other), strict=True):
@@ -383,19 +315,19 @@ def stack(trace: Tracer, call: Call) -> None:
 
 
 @rule("view_as_complex")
-def view_as_complex(trace: Tracer, call: Call) -> None:
+def view_as_complex(trace: Axes, call: Call) -> None:
     *labels, last = trace.label(call["self"])
     freeze(last, MIXED.format("complex numbers"))
     trace.set(call.out, labels)
 
 
 @rule("view_as_real")
-def view_as_real(trace: Tracer, call: Call) -> None:
+def view_as_real(trace: Axes, call: Call) -> None:
     trace.set(call.out, [*trace.label(call["self"]), fresh(2, MIXED.format("complex numbers"))])
 
 
 @rule("pixel_shuffle")
-def pixel_shuffle(trace: Tracer, call: Call) -> None:
+def pixel_shuffle(trace: Axes, call: Call) -> None:
     *batch, channels, _, _ = trace.label(call["self"])
     factor, out = call["upscale_factor"], call.out
     found = divided(channels, [out.shape[-3], factor * factor]) if out.shape[-3] > 1 else None
@@ -410,15 +342,15 @@ def pixel_shuffle(trace: Tracer, call: Call) -> None:
 
 
 @rule("embedding")
-def embedding(trace: Tracer, call: Call) -> None:
+def embedding(trace: Axes, call: Call) -> None:
     rows, columns = trace.label(call["weight"])
     freeze(rows, "a row for each word")
-    trace.write(columns)
+    trace.trace.writes.append((trace.where, columns))
     trace.set(call.out, [*trace.label(call["indices"]), columns])
 
 
 @rule("index", "_unsafe_index")
-def index(trace: Tracer, call: Call) -> None:
+def index(trace: Axes, call: Call) -> None:
     x, found = call["self"], call["indices"]
     used = [d for d, which in enumerate(found) if which is not None]
     if any(found[d].dtype in (torch.bool, torch.uint8) for d in used):
@@ -434,7 +366,7 @@ def index(trace: Tracer, call: Call) -> None:
 
 
 @rule("index_select")
-def index_select(trace: Tracer, call: Call) -> None:
+def index_select(trace: Axes, call: Call) -> None:
     labels, axis = list(trace.label(call["self"])), call["dim"]
     freeze(labels[axis], MIXED.format("indexing"))
     labels[axis] = fresh(call.out.shape[axis], SPACE)
@@ -444,7 +376,7 @@ def index_select(trace: Tracer, call: Call) -> None:
 @rule(
     "roll", "flip", "cumsum", "cumprod", "_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax", "sort"
 )
-def along(trace: Tracer, call: Call) -> None:
+def along(trace: Axes, call: Call) -> None:
     """Operations along some axes that leave the others alone."""
     labels = trace.label(call["self"])
     dims = call["dims"] if call["dims"] is not None else call["dim"]
@@ -455,14 +387,14 @@ def along(trace: Tracer, call: Call) -> None:
 
 
 @rule("tril", "triu")
-def triangle(trace: Tracer, call: Call) -> None:
+def triangle(trace: Axes, call: Call) -> None:
     labels = trace.label(call["self"])
     freeze([*labels[-1], *labels[-2]], MIXED.format(call.name))
     trace.set(call.out, labels)
 
 
 @rule("constant_pad_nd")
-def constant_pad_nd(trace: Tracer, call: Call) -> None:
+def constant_pad_nd(trace: Axes, call: Call) -> None:
     x, out = call["self"], call.out
     labels = list(trace.label(x))
     for d, size in enumerate(out.shape):
@@ -473,7 +405,7 @@ def constant_pad_nd(trace: Tracer, call: Call) -> None:
 
 
 @rule("unfold")
-def unfold(trace: Tracer, call: Call) -> None:
+def unfold(trace: Axes, call: Call) -> None:
     labels, out = list(trace.label(call["self"])), call.out
     axis = call["dimension"] % len(labels)
     freeze(labels[axis], MIXED.format("unfold"))
@@ -484,45 +416,26 @@ def unfold(trace: Tracer, call: Call) -> None:
 # ---- products
 
 
-@rule("mm")
-def mm(trace: Tracer, call: Call) -> None:
-    _mm(trace, call["self"], call["mat2"], call.out)
-
-
-def _mm(trace: Tracer, a: Tensor, b: Tensor, out: Tensor) -> None:
-    left, right = trace.label(a), trace.label(b)
-    trace.contract((a, b), (left[1], right[0]))
-    trace.multiply(b, right[1], [left[0], left[1], right[1]], form=Form((a.shape[0],)))
-    trace.set(out, [left[0], right[1]])
-
-
-@rule("addmm")
-def addmm(trace: Tracer, call: Call) -> None:
-    _mm(trace, call["mat1"], call["mat2"], call.out)
-    elementwise(trace, [call.out, call["self"]], [call.out])
-
-
-@rule("bmm")
-def bmm(trace: Tracer, call: Call) -> None:
-    _bmm(trace, call["self"], call["mat2"], call.out)
-
-
-def _bmm(trace: Tracer, a: Tensor, b: Tensor, out: Tensor) -> None:
-    left, right = trace.label(a), trace.label(b)
-    unify(left[0], right[0])
-    trace.contract((a, b), (left[2], right[1]))
-    trace.multiply(b, None, [left[0], left[1], left[2], right[2]])
-    trace.set(out, [left[0], left[1], right[2]])
-
-
-@rule("baddbmm")
-def baddbmm(trace: Tracer, call: Call) -> None:
-    _bmm(trace, call["batch1"], call["batch2"], call.out)
-    elementwise(trace, [call.out, call["self"]], [call.out])
+@rule("mm", "addmm", "bmm", "baddbmm")
+def matrix_product(trace: Axes, call: Call) -> None:
+    """Matrices, or batches of them, and the tensor that the product may be added to."""
+    *added, a, b = call.tensors
+    (*batch, rows, inner), (*other, into, columns) = trace.label(a), trace.label(b)
+    for one, two in zip(batch, other, strict=True):
+        unify(one, two)
+    trace.contract((a, b), (inner, into))
+    labels = [*batch, rows, inner, columns]
+    if batch:
+        trace.multiply(b, None, labels)
+    else:
+        trace.multiply(b, columns, labels, form=Form((a.shape[0],)))
+    trace.set(call.out, [*batch, rows, columns])
+    if added:
+        elementwise(trace, [call.out, *added], [call.out])
 
 
 @rule("_grouped_mm")
-def grouped_mm(trace: Tracer, call: Call) -> None:
+def grouped_mm(trace: Axes, call: Call) -> None:
     """Rows (T, K) by the matrices (E, K, N) of experts."""
     a, b = call["self"], call["mat2"]
     if a.dim() != 2 or b.dim() != 3 or call["bias"] is not None:
@@ -530,13 +443,13 @@ def grouped_mm(trace: Tracer, call: Call) -> None:
     left, right = trace.label(a), trace.label(b)
     freeze(right[0], "an expert is chosen by its number")
     trace.contract((a, b), (left[1], right[1]))
-    trace.align(right[1], right[2])
+    trace.trace.aligned += right[1:]  # the kernel asks for rows of whole 16 bytes
     trace.multiply(b, right[2], [left[0], left[1], right[2]])
     trace.set(call.out, [left[0], right[2]])
 
 
 @rule("convolution")
-def convolution(trace: Tracer, call: Call) -> None:
+def convolution(trace: Axes, call: Call) -> None:
     x, w, out, parts = call["input"], call["weight"], call.out, call["groups"]
     labels, weight = trace.label(x), trace.label(w)
     kernel, transposed = list(w.shape[2:]), call["transposed"]
@@ -582,7 +495,7 @@ def convolution(trace: Tracer, call: Call) -> None:
 
 
 @rule("_weight_norm_interface")
-def weight_norm(trace: Tracer, call: Call) -> None:
+def weight_norm(trace: Axes, call: Call) -> None:
     """v / |v| * g: the norm is over all axes but one."""
     labels, axis = trace.label(call["v"]), call["dim"]
     for d, label in enumerate(labels):
@@ -596,7 +509,7 @@ def weight_norm(trace: Tracer, call: Call) -> None:
 
 
 @rule("native_layer_norm", "_fused_rms_norm")
-def layer_norm(trace: Tracer, call: Call) -> None:
+def layer_norm(trace: Axes, call: Call) -> None:
     x, out, dims = call["input"], call.outputs[0], len(call["normalized_shape"])
     labels = trace.label(x)
     for k in range(-dims, 0):
@@ -610,7 +523,7 @@ def layer_norm(trace: Tracer, call: Call) -> None:
 
 
 @rule("native_group_norm")
-def group_norm(trace: Tracer, call: Call) -> None:
+def group_norm(trace: Axes, call: Call) -> None:
     x, parts = call["input"], call["group"]
     labels = trace.label(x)
     for tensor in (call["weight"], call["bias"]):
@@ -628,7 +541,7 @@ def group_norm(trace: Tracer, call: Call) -> None:
 
 
 @rule("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "cudnn_batch_norm")
-def batch_norm(trace: Tracer, call: Call) -> None:
+def batch_norm(trace: Axes, call: Call) -> None:
     labels = trace.label(call["input"])
     for name in ("weight", "bias", "running_mean", "running_var"):
         if call[name] is not None:

@@ -31,24 +31,20 @@ from dllp.structure.means import GATE, gate_means, plain_means
 Net = TypeVar("Net", bound=nn.Module)
 Side = Literal["out", "in"]
 Role = Literal["write", "read", "mean", "size", "branch"]
-TENSORS = ("write", "read", "branch")
-"""Roles of slices that name a tensor."""
+TENSORS = ("write", "read", "branch")  # roles of slices that name a tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """One axis that a group cuts; `unit` (size of the axis,) maps each index to its unit, -1 where it has none.
+    """One axis that a group cuts.
 
-    Attributes:
-        name: A parameter or buffer; of a `mean` the module that takes it, of a `size` the module and its attribute.
-        axis: Axis of the tensor; of a mean counted from the last one; of a size the position in the attribute.
-        role: `read` for an axis of a parameter that is added up, where gates multiply; `write` for any other; `branch`
-            for a parameter of a branch's last affine map, which its gate multiplies and no axis of which is cut.
+    Its role is `read` for an axis of a parameter that is added up, where gates multiply; `write` for any other;
+    `branch` for a parameter of a branch's last affine map, which its gate multiplies and no axis of which is cut.
     """
 
-    name: str
-    axis: int
-    unit: Tensor
+    name: str  # a parameter or buffer; of a `mean` the module that takes it, of a `size` the module and its attribute
+    axis: int  # of the tensor; of a mean counted from the last one; of a size the position in the attribute
+    unit: Tensor  # (size of the axis,) unit of each index, -1 where it has none
     role: Role = "write"
 
     @property
@@ -66,23 +62,19 @@ class Slice:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Units that are cut alike; `name` is the first layer that makes them.
+    """Units that are cut alike.
 
-    Attributes:
-        width: Output channels of that layer for each unit.
-        kind: `channel`, `head` where products are computed for each unit by itself, `width` under a norm; `branch` for
-            a residual branch, which is one unit.
-        gone: Modules that a closed branch removes, and the recipe's entry of each.
-        multiple: A kernel that reads them takes multiples of so many units only.
+    Their kind is `channel`, `head` where products are computed for each unit by itself, `width` under a norm, or
+    `branch` for a residual branch, which is one unit.
     """
 
-    name: str
+    name: str  # the first layer that makes them
     units: int
     slices: tuple[Slice, ...]
-    width: int = 1
+    width: int = 1  # output channels of that layer for each unit
     kind: str = "channel"
-    gone: tuple[tuple[str, str], ...] = ()
-    multiple: int = 1
+    gone: tuple[tuple[str, str], ...] = ()  # modules that a closed branch removes, and the recipe's entry of each
+    multiple: int = 1  # a kernel that reads them takes multiples of so many units only
 
     def inside(self, modules: Container[str]) -> bool:
         """True if nothing of the group is left where these modules are gone."""
@@ -122,10 +114,7 @@ def side_sizes(module: nn.Module) -> dict[Side, int]:
 
 
 def masks(groups: Sequence[Group], keep: Tensor) -> dict[tuple[bool, str, int], Tensor]:
-    """keep (U,) bool, groups concatenated in order -> what remains of every axis, bool (size,), by its slices' key.
-
-    Nothing remains of the modules that closed branches remove.
-    """
+    """keep (U,) bool -> what remains of every axis, bool (size,), by its slices' key; nothing of removed branches."""
     result: dict[tuple[bool, str, int], Tensor] = {}
     pairs, gone = _pairs(groups, keep), removed(groups, keep)
     for group, part in pairs:
@@ -165,9 +154,8 @@ def recipe(model: nn.Module, groups: Sequence[Group], keep: Tensor) -> Recipe:
         tensor, name, axis = key
         if not tensor:
             module, _, path = name.partition(":")
-            if (
-                path.startswith("@") and key in touched
-            ):  # which may be asked for a wrong size even where it keeps its own
+            # a view may be asked for a wrong size even where it keeps its own
+            if path.startswith("@") and key in touched:
                 found = result.setdefault(module, {}).setdefault(f".{path}", [0] * int(path.partition("/")[2]))
                 found[axis] = int(mask.sum())
             elif path and not mask.all():
@@ -225,10 +213,7 @@ def _forget(model: nn.Module) -> None:
 
 
 def cut(model: nn.Module, recipe: Recipe, *, shared: bool = False) -> nn.Module:
-    """A deep copy with only what `recipe` keeps of each module; the model itself is left unchanged.
-
-    With `shared` parameters that lose nothing stay in the model's own memory.
-    """
+    """A deep copy with what `recipe` keeps; with `shared`, parameters that lose nothing stay in the model's memory."""
     result = copied(model, shared=shared)
     modules = dict(result.named_modules())
     for name, entries in recipe.items():
@@ -286,7 +271,7 @@ def _checked(name: str, module: nn.Module, entries: Mapping[str, list[int]]) -> 
             continue
         tensor, _, axis = entry.rpartition(".")
         if tensor:
-            shape = _own(module).get(tensor, torch.empty(())).shape
+            shape = getattr({**module._parameters, **module._buffers}.get(tensor), "shape", ())
             size = shape[int(axis)] if axis.isdecimal() and int(axis) < len(shape) else 0
         else:
             size = sizes.get(entry, 0)
@@ -295,15 +280,8 @@ def _checked(name: str, module: nn.Module, entries: Mapping[str, list[int]]) -> 
             raise StructureError(f"the recipe of {name!r}, {what}, must list channels of 0..{size - 1} in order")
         parts = 1 if tensor or is_depthwise(module) else getattr(module, "groups", 1)
         if len(torch.bincount(result[entry] // (size // parts), minlength=parts).unique()) > 1:
-            raise StructureError(
-                f"the recipe of {name!r}, side {entry!r}, must keep equally many of its {parts} groups"
-            )
+            raise StructureError(f"the recipe of {name!r}, side {entry!r}, must keep equally many of {parts} groups")
     return result
-
-
-def _own(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers that belong to a module itself."""
-    return {name: t for held in (module._parameters, module._buffers) for name, t in held.items() if t is not None}
 
 
 def _replace(module: nn.Module, name: str, value: Tensor) -> None:
@@ -394,7 +372,7 @@ def _cut_weight(module: nn.Module, out: Tensor | None, into: Tensor | None) -> T
 def restrict(groups: Sequence[Group], keep: Tensor) -> list[Group]:
     """keep (U,) bool -> the groups of the cut network: the kept units, renumbered."""
     left, result = masks(groups, keep), []
-    for group, part in zip(groups, keep.cpu().split([group.units for group in groups]), strict=True):
+    for group, part in _pairs(groups, keep):
         units = torch.cat([part.cumsum(0) - 1, torch.tensor([-1])])  # unit -1 reads the last entry
         here = [piece for piece in group.slices if piece.key in left and part.any()]
         slices = tuple(replace(piece, unit=units[piece.unit[left[piece.key]]]) for piece in here)
@@ -403,12 +381,7 @@ def restrict(groups: Sequence[Group], keep: Tensor) -> list[Group]:
 
 
 class Fold:
-    """Gates folded into the weights that read the gated units, and into the means that are taken over them.
-
-    Attributes:
-        names: Parameters that a call returns.
-        axes: Modules that take means over gated units, and the axis of each, counted from the last one.
-    """
+    """Gates folded into the weights that read the gated units, and into the means that are taken over them."""
 
     def __init__(self, model: nn.Module, groups: Sequence[Group]) -> None:
         total = sum(group.units for group in groups)
@@ -431,9 +404,9 @@ class Fold:
             for (name, axis), found in index.items()
         ]
         self._means = [(name, len(found)) for (name, _), found in means.items()]
-        self.axes = {name: axis for name, axis in means}
+        self.axes = {name: axis for name, axis in means}  # modules that take means; axes count from the last one
         self._alike = {name: alike[name] for name in dict.fromkeys(name for name, _ in index)}
-        self.names: list[str] = [other for found in self._alike.values() for other in found]
+        self.names = [other for found in self._alike.values() for other in found]  # parameters that a call returns
         vectors = [vector for found in (*index.values(), *means.values()) for vector in found]
         self._sizes = [len(vector) for vector in vectors]
         self._index = torch.cat(vectors) if vectors else torch.zeros(0, dtype=torch.int64)
@@ -482,11 +455,9 @@ def _lay(vectors: list[Tensor], unit: Tensor, offset: int, total: int) -> None:
 
 
 class WeightFold:
-    """Gates of single weights, multiplied into the named parameters one after the other.
+    """Gates of single weights, multiplied into parameters of the given shapes one after the other.
 
-    Args:
-        shapes: Shape of each gated parameter, by its name.
-        channels_last: Names of those whose gates are in the order of channels-last memory.
+    Parameters in `channels_last` have gates in the order of channels-last memory.
     """
 
     def __init__(self, shapes: Mapping[str, torch.Size], channels_last: Container[str] = ()) -> None:
@@ -533,17 +504,6 @@ def gated_outputs(model: nn.Module, groups: Sequence[Group], gates: Tensor, inpu
         return tensors(functional_call(model, weights, inputs, tie_weights=False))
     finally:
         plain_means(model)
-
-
-def difference(model: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...]) -> float | None:
-    """Largest difference of gated and cut network, relative to the largest output; None where shapes differ.
-
-    NaN counts as an infinite difference. Errors of the cut network are not caught.
-    """
-    with torch.no_grad():
-        gates = keep.to(next(model.parameters()).device, torch.float64)
-        actual = tensors(cut(model, recipe(model, groups, keep))(*inputs))
-        return gap(actual, gated_outputs(model, groups, gates, inputs))
 
 
 def gap(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float | None:

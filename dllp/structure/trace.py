@@ -33,10 +33,8 @@ def explained(inputs: Any, cut: bool) -> Iterator[None]:
         why = "its forward depends on the examples: filter_fn can keep layers whole" if cut else "look at its examples"
         if x.dim() and len(x) == 1:
             why += "; where it cannot learn from a single one, use drop_last=True or another batch size"
-        what = "cut network" if cut else "network"
-        raise StructureError(
-            f"the {what} fails on a batch of shape {tuple(x.shape)} ({first_line(error)}): {why}"
-        ) from error
+        what = f"the {'cut ' * cut}network fails on a batch of shape {tuple(x.shape)}"
+        raise StructureError(f"{what} ({first_line(error)}): {why}") from error
 
 
 def first_example(model: nn.Module, example: Tensor | tuple) -> tuple[Any, ...]:

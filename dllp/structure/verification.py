@@ -6,7 +6,7 @@ Groups that do not stand it are found and kept whole, with the reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -23,14 +23,10 @@ from dllp.structure.slicing import Group, copied, cut, gap, gated_outputs, recip
 from dllp.structure.trace import first_example, isolated, trainable_copy
 
 TOLERANCE = 1e-9
-SENSITIVE = 1e-6
-"""A group whose gates change the outputs by less than this, relative to the largest, is not verified by them."""
-DRAWS = 8
-"""Most random weights and inputs that are tried until all groups change the outputs, which a ReLU may hold at 0."""
-TRIALS = 48
-"""Most comparisons for finding the groups that fail; what is left then stays whole."""
-WEIGHTS_INSTEAD = "use granularity='weight' or method magnitude-l2"
-"""The way out where channels cannot be pruned."""
+SENSITIVE = 1e-6  # a group whose gates change the outputs by less, relative to the largest, is not verified
+DRAWS = 8  # most random weights tried until all groups change the outputs, which a ReLU may hold at 0
+TRIALS = 48  # most comparisons for finding the groups that fail; what is left then stays whole
+WEIGHTS_INSTEAD = "use granularity='weight' or method magnitude-l2"  # the way out where channels cannot be pruned
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -92,11 +88,11 @@ def verify(model: nn.Module, groups: Sequence[Group], keep: Tensor, example: Ten
         exact, worst = trainable_copy(model).double(), 0.0
         for draw in range(DRAWS):
             values = _random_inputs(copied(exact, shared=True), inputs, draw)
-            found, heard = compare(exact, groups, keep, values, sensitive=True)
+            found, tested = compare(exact, groups, keep, values, sensitive=True)
             if found.value > TOLERANCE:
                 raise StructureError(f"the channels cannot be pruned safely: {found.message}; {WEIGHTS_INSTEAD}")
             worst = max(worst, found.value)
-            if any(heard):
+            if any(tested):
                 break
     return worst
 
@@ -160,9 +156,7 @@ class _Trials:
     def _draw(self, draw: int) -> tuple[nn.Module, tuple[Any, ...]]:
         if draw not in self.drawn:
             exact = _randomised(self.model, draw)
-            values = _random_inputs(
-                copied(exact, shared=True), self.inputs, draw
-            )  # a forward may leave something behind
+            values = _random_inputs(copied(exact, shared=True), self.inputs, draw)  # a forward may leave things behind
             if draw > 1:
                 return exact, values
             self.drawn[draw] = exact, values
@@ -175,20 +169,17 @@ class _Trials:
         for draw in range(DRAWS):
             exact, values = self._draw(draw)
             keep = torch.cat([self._some(group, (g + draw) % 2 == 0) for g, group in enumerate(groups)])
-            found, heard = compare(exact, groups, keep, values, sensitive=bool(untested), training=draw == 0)
+            found, tested = compare(exact, groups, keep, values, sensitive=bool(untested), training=draw == 0)
             gaps.append(found)
             if found.value > TOLERANCE:
                 break
-            untested -= {g for g, tested in enumerate(heard) if tested}
+            untested -= {g for g, one in enumerate(tested) if one}
             if draw and not untested:
                 break
         return max(gaps)
 
     def _some(self, group: Group, closed: bool) -> Tensor:
-        """(units,) bool: between a quarter and all but one; other shares in other groups, lest equal parts hide.
-
-        A branch is open or `closed`, in turns: where it is closed nothing is heard of the groups inside it.
-        """
+        """(units,) bool: a random share of a group, another in each; a branch is open or `closed`, in turns."""
         units = group.units
         if group.gone:
             return torch.tensor([not closed])
@@ -231,20 +222,18 @@ def compare(
 def _training_failure(exact: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...]) -> str:
     """The error of the cut network in training mode, in which a forward may call other layers; empty without one."""
     pairs = tree_map(lambda x: torch.cat([x, x]) if isinstance(x, Tensor) and x.dim() else x, inputs)
-    failures = []
-    builders: list[Callable[[], nn.Module]] = [
-        lambda: cut(exact, recipe(exact, groups, keep), shared=True),
-        lambda: copied(exact, shared=True),
-    ]
-    for build in builders:
+
+    def failure(network: nn.Module) -> str:
         try:
             with torch.no_grad():  # with two examples, since batch norms refuse a single one
-                build().train()(*pairs)
+                network.train()(*pairs)
         except Exception as error:
-            failures.append(first_line(error))
-            continue
-        break
-    return failures[0] if len(failures) == 1 else ""  # where the uncut network fails too, the cut is not the reason
+            return first_line(error)
+        return ""
+
+    found = failure(cut(exact, recipe(exact, groups, keep), shared=True))
+    # where the uncut network fails too, the cut is not the reason
+    return found if found and not failure(copied(exact, shared=True)) else ""
 
 
 def _sensitive(found: Sequence[Tensor], gates: Tensor, groups: Sequence[Group]) -> list[bool]:
@@ -293,7 +282,6 @@ def _random_inputs(exact: nn.Module, inputs: tuple[Any, ...], draw: int) -> tupl
         with torch.no_grad(), exactly():
             exact(*result)
     except Exception as error:
-        raise StructureError(
-            f"the network cannot run in float64, which verification needs: {first_line(error)}"
-        ) from error
+        why = f"the network cannot run in float64, which verification needs: {first_line(error)}"
+        raise StructureError(why) from error
     return result

@@ -6,10 +6,9 @@ sizes that their axes have; the recipe keeps them as `.@call/rank`, with 0 for t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,18 +16,20 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from dllp.structure.atoms import Atom, Label, indices, leaves, mask
+from dllp.structure.axes import watched
 from dllp.structure.following import asked_sizes
 from dllp.structure.slicing import Group, Slice, cut, recipe
 
-Call = tuple[str, int]
-"""A module, and the number of a view among all that it and the modules inside it make in one forward."""
+Call = tuple[str, int]  # a module, and the number of a view among all made within it in one forward
 
 
-class Counted(TorchFunctionMode):
-    """Counts the views of a forward, by the modules they are made in."""
+class _Learning(TorchFunctionMode):
+    """Gives every view of a forward the sizes that its axes have, and notes where it was asked for others."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: Mapping[Call, list[int]]) -> None:
         super().__init__()
+        self.wanted = wanted
+        self.wrong: dict[Call, set[int]] = {}
         self.stack: list[str] = []
         self.counts: dict[str, int] = {}
 
@@ -39,44 +40,19 @@ class Counted(TorchFunctionMode):
     def leave(self, *_: Any) -> None:
         self.stack.pop()
 
-    def call(self) -> Call:
-        """The call of the view that is made now."""
-        result = self.stack[-1], self.counts[self.stack[-1]]
-        for name in set(self.stack):
-            self.counts[name] += 1
-        return result
-
-    @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
-        """Know which module runs."""
-        with ExitStack() as stack:
-            for name, module in model.named_modules():
-                stack.callback(module.register_forward_pre_hook(partial(self.enter, name)).remove)
-                stack.callback(module.register_forward_hook(self.leave, always_call=True).remove)
-            yield
-
-
-class _Learning(Counted):
-    """Gives every view the sizes that its axes have, and notes where it was asked for others."""
-
-    def __init__(self, wanted: Mapping[Call, list[int]]) -> None:
-        super().__init__()
-        self.wanted = wanted
-        self.wrong: dict[Call, set[int]] = {}
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         asked = asked_sizes(getattr(func, "__name__", ""), args)
-        if asked is None:
-            return func(*args, **(kwargs or {}))
-        call = self.call()
-        wanted = self.wanted.get(call)
-        if wanted is None or len(wanted) != len(asked):
-            return func(*args, **(kwargs or {}))
-        differ = {d for d, (a, w) in enumerate(zip(asked, wanted, strict=True)) if a not in (-1, w)}
-        if not differ:
-            return func(*args, **(kwargs or {}))
-        self.wrong.setdefault(call, set()).update(differ)
-        return func(args[0], tuple(w if d in differ else a for d, (a, w) in enumerate(zip(asked, wanted, strict=True))))
+        if asked is not None:
+            call = self.stack[-1], self.counts[self.stack[-1]]
+            for name in set(self.stack):
+                self.counts[name] += 1
+            wanted = self.wanted.get(call, [])
+            pairs = list(zip(asked, wanted, strict=True)) if len(wanted) == len(asked) else []
+            differ = {d for d, (a, w) in enumerate(pairs) if a not in (-1, w)}
+            if differ:
+                self.wrong.setdefault(call, set()).update(differ)
+                return func(args[0], tuple(w if d in differ else a for d, (a, w) in enumerate(pairs)))
+        return func(*args, **(kwargs or {}))
 
 
 def followed(
@@ -96,8 +72,8 @@ def followed(
         wanted = {call: [int(mask(label, keep).sum()) for label in labels] for call, labels in views.items()}
         learning = _Learning(wanted)
         small = cut(model, recipe(model, list(groups.values()), torch.cat(list(keep.values()))), shared=True)
-        with suppress(Exception), torch.no_grad(), learning.watching(small), learning:  # the check finds what fails
-            small(*inputs)
+        with suppress(Exception), torch.no_grad(), watched(small, learning.enter, learning.leave), learning:
+            small(*inputs)  # the verification finds what fails
         for call, dims in learning.wrong.items():
             wrong.setdefault(call, set()).update(dims)
     result = {}

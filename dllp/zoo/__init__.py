@@ -16,10 +16,8 @@ __all__ = ["build", "initialise", "names", "reinitialise"]
 
 class _Entry(NamedTuple):
     make: Callable[..., nn.Module]
-    smallest: int
-    """Smallest image side that the network's poolings can take."""
-    any_shape: bool = True
-    """Images need not be square."""
+    smallest: int  # image side that the network's poolings can take
+    any_shape: bool = True  # images need not be square
 
 
 _REGISTRY = {

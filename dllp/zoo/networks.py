@@ -31,10 +31,8 @@ def _vgg(stages: tuple[tuple[int, ...], ...], num_classes: int = 10, in_channels
     return _convolutional(OrderedDict(features=nn.Sequential(*layers)), width, num_classes)
 
 
-vgg11_bn = partial(_vgg, STAGES_11)
-"""8 convolutions, 9.2 M parameters, 153 MMACs at 32x32."""
-vgg16_bn = partial(_vgg, STAGES_16)
-"""13 convolutions, 14.7 M parameters, 313 MMACs at 32x32."""
+vgg11_bn = partial(_vgg, STAGES_11)  # 8 convolutions, 9.2 M parameters, 153 MMACs at 32x32
+vgg16_bn = partial(_vgg, STAGES_16)  # 13 convolutions, 14.7 M parameters, 313 MMACs at 32x32
 
 
 def small_cnn(num_classes: int = 10, in_channels: int = 1) -> nn.Sequential:
@@ -78,8 +76,6 @@ def _initialised(layers: OrderedDict[str, nn.Module]) -> nn.Sequential:
     initialise(model)
     return model
 
-
-# ---- residual networks
 
 Shortcut = Literal["zero-pad", "projection"]
 
@@ -152,8 +148,8 @@ class Bottleneck(nn.Module):
 class _ResNet(nn.Sequential):
     """Stem, `depths[i]` blocks in stage i, global pool and classifier.
 
-    A block is made from its numbers of input and output channels and its stride. The first stage gives `out` channels;
-    every later one gives twice as many as the stage before, and halves the sides of the images.
+    `make` takes a block's input and output channels and its stride. The first stage gives `out` channels; every later
+    one twice as many as the stage before, and halves the sides of the images.
     """
 
     def __init__(
@@ -203,11 +199,7 @@ class ImageNetResNet(_ResNet):
         return {"conv1": "conv", "bn1": "bn", "fc": "classifier"}.get(first, first) + dot + rest
 
 
-small_resnet = partial(CifarResNet, 1, shortcut="projection")
-"""ResNet-8: one basic block in each of three stages."""
-resnet20 = partial(CifarResNet, 3)
-"""0.27 M parameters, 41 MMACs at 32x32."""
-resnet56 = partial(CifarResNet, 9)
-"""0.85 M parameters, 126 MMACs at 32x32."""
-resnet50 = partial(ImageNetResNet, (3, 4, 6, 3))
-"""ResNet-50 v1.5: 25.6 M parameters, 4.1 GMACs at 224x224."""
+small_resnet = partial(CifarResNet, 1, shortcut="projection")  # ResNet-8: one basic block in each of three stages
+resnet20 = partial(CifarResNet, 3)  # 0.27 M parameters, 41 MMACs at 32x32
+resnet56 = partial(CifarResNet, 9)  # 0.85 M parameters, 126 MMACs at 32x32
+resnet50 = partial(ImageNetResNet, (3, 4, 6, 3))  # ResNet-50 v1.5: 25.6 M parameters, 4.1 GMACs at 224x224

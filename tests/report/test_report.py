@@ -151,6 +151,7 @@ def test_mistakes_are_one_line(run: Path, tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "empty").mkdir()
     unfinished = tmp_path / "unfinished"
     (unfinished / "checkpoints").mkdir(parents=True)
+    (unfinished / "config.yaml").touch()
     for folder, words in (("nothing", "not a folder"), ("empty", "no run.json"), ("unfinished", "--resume --out")):
         assert main(["report", str(tmp_path / folder)]) == 2
         one_line(capsys, words)

@@ -106,6 +106,7 @@ def test_pruned_networks_are_smaller_on_disk(saved_run: tuple[dllp.Result, Path]
 def test_the_way_out_of_an_unfinished_run_is_a_command_as_a_shell_takes_it(tmp_path: Path) -> None:
     folder = tmp_path / "my run"
     (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").touch()
     with pytest.raises(ArtifactError, match=f"dllp prune --resume --out '{folder}'"):
         read_run(folder)
 

@@ -19,8 +19,9 @@ from dllp.structure.following import CutAttention
 from dllp.structure.groups import Structure, discover
 from dllp.structure.padding import padded
 from dllp.structure.select import select
-from dllp.structure.slicing import cut, difference, kept_indices, recipe
+from dllp.structure.slicing import cut, kept_indices, recipe
 from dllp.structure.verification import verify
+from tests.support.oracles import difference
 from tests.support.particles import random_keep
 
 WIDTH, HEADS, DIM, TOKENS = 12, 4, 3, 7

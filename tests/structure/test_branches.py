@@ -15,9 +15,10 @@ from dllp.errors import StructureError
 from dllp.structure.groups import Structure, discover
 from dllp.structure.padding import kept_units, padded, rounded
 from dllp.structure.select import select
-from dllp.structure.slicing import Recipe, cut, difference, kept_indices, recipe
+from dllp.structure.slicing import Recipe, cut, kept_indices, recipe
 from dllp.structure.verification import verify
 from tests.support import networks
+from tests.support.oracles import difference
 
 WIDTH, TOKENS = 8, 5
 

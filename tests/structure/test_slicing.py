@@ -13,8 +13,9 @@ from torch import nn
 
 from dllp.errors import StructureError
 from dllp.structure.groups import discover, verify
-from dllp.structure.slicing import Fold, Group, Slice, WeightFold, cut, difference, gated_outputs, kept_indices, recipe
+from dllp.structure.slicing import Fold, Group, Slice, WeightFold, cut, gated_outputs, kept_indices, recipe
 from tests.support import networks
+from tests.support.oracles import difference
 from tests.support.particles import random_keep, scrambled
 
 

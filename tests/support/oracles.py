@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dllp.devices.trees import tensors
 from dllp.method import stein
+from dllp.structure.slicing import Group, cut, gap, gated_outputs, recipe
 
 
 @dataclass(frozen=True)
@@ -52,3 +55,11 @@ def naive_stein_kernel(x: Tensor, y: Tensor, sx: Tensor, sy: Tensor, h: float) -
     ga, gb = torch.autograd.grad(k, (a, b), create_graph=True)
     trace = sum(torch.autograd.grad(ga[d], b, retain_graph=True)[0][d] for d in range(len(x)))
     return (k * (sx @ sy) + sx @ gb + sy @ ga + trace).detach()
+
+
+@torch.no_grad()
+def difference(model: nn.Module, groups: Sequence[Group], keep: Tensor, inputs: tuple[Any, ...]) -> float | None:
+    """Largest difference of gated and cut network, relative to the largest output; None where shapes differ."""
+    gates = keep.to(next(model.parameters()).device, torch.float64)
+    actual = tensors(cut(model, recipe(model, groups, keep))(*inputs))
+    return gap(actual, gated_outputs(model, groups, gates, inputs))
