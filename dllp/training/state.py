@@ -20,7 +20,7 @@ from dllp.config import Config
 from dllp.devices.mesh import Mirror, Place
 from dllp.errors import ConfigError
 from dllp.method import stein
-from dllp.method.update import ADAM_BETA2, adamw_rows, compiled, driven, update_rows
+from dllp.method.update import ADAM_BETA2, adamw_rows, compiled, drive_rows, in_strips, shrink_rows, update_rows
 from dllp.records import EpochRecord, Moment, Phase
 from dllp.training.forward import Forward
 from dllp.training.gating import ChannelGating, WeightGating
@@ -89,6 +89,8 @@ class RunState:
         self.own_update: Callable[[Tensor], None] | None = None  # (n, P) grad CE - beta phi -> a user's own step
         # what the decision changes
         self.moving = self.learnable.expand(len(rows), -1)  # (n, P): False where a weight stands still
+        learning = self.learnable if gating is None else self.learnable[gating.scales.at]
+        self.frozen_units = None if bool(learning.all()) else ~learning  # (K,) gated weights that stand still
         self.rates, self.decays = parameter_factors(particles, groups)
         self.set_decay()
         # what one step leaves for the next, or for its readers
@@ -104,8 +106,9 @@ class RunState:
         # how it is computed
         self.forward = Forward(particles, gating, config)
         # their inputs never change shape, so they are compiled once
-        made: Callable[[Any], Any] = compiled if device.type == "cuda" else lambda function: function
-        self.update, self.driven, self.adamw = made(update_rows), made(driven), made(adamw_rows)
+        made: Callable[[Any], Any] = compiled if device.type == "cuda" else in_strips
+        self.update, self.drive, self.adamw = made(update_rows), made(drive_rows), made(adamw_rows)
+        self.shrink = shrink_rows if device.type == "cuda" else in_strips(shrink_rows)
 
     @property
     def progress(self) -> float:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dllp.devices import mesh, trees
 from dllp.devices.mesh import Mirror
-from dllp.method import likelihood, schedule, spike_and_slab, stein
-from dllp.method.update import adam_root, correct_rows, score_of
+from dllp.method import likelihood, schedule, stein
+from dllp.method.update import correct_rows, score_of
 from dllp.training.gating import ChannelGating, Scales
 from dllp.training.moments import measure
 from dllp.training.objective import Outcome
@@ -212,35 +212,39 @@ def _likelihood_scores(
 
 def _advance_under_prior(state: RunState, scales: Scales, z: Tensor, through: Tensor) -> None:
     """Slab by its score, spike as a proximal step: stable however narrow it is (Section 1, stiffness)."""
-    c, rows, at = state.config, state.particles.rows, scales.at
-    learnable = state.learnable[at]
-    soft = state.phase == "soft"
-    slab, spike = state.latents.prior_pulls(rows, z, state.knobs[1], soft=soft)
+    c, rows, n = state.config, state.particles.rows, state.place.particles
+    values = scales.take(rows)
+    sizes, soft = scales.of_values(values), state.phase == "soft"
+    slab, spike = state.latents.prior_pulls(sizes, z, state.knobs[1], soft=soft)
     # minus the slab's score, which has no matrix of its own
-    pull = scales.at_coordinates(slab) * rows[:, at] * learnable
+    pull = _learning(state, scales.at_coordinates(slab) * values)
     if soft:
-        state.latents.gate_gradient(rows, z, through, state.knobs[1], state.knobs[2])
+        state.latents.gate_gradient(sizes, z, through, state.knobs[1], state.knobs[2])
     if state.gaussian:
-        state.scores[:, at] -= pull
+        scales.add(state.scores, pull, -1.0)
         _advance(state)
     else:
-        state.particles.gradients[:, at] += pull  # whose negative is then the score of the whole posterior
-        _advance(state, at, pull)
-    lr = state.rate if state.rates is None else state.rate[at]  # type: ignore[index]
-    if state.own_update is not None:
-        reach = lr * (c.beta / state.place.particles)
-    elif c.optimizer == "adamw":  # its steps are means of gradients, over their root mean square
-        reach = lr * (c.beta / state.place.particles) / adam_root(state.second[:, at], state.corrections[1])
-    else:
-        reach = lr * (c.beta / (state.place.particles * (1 - c.momentum)))
-    pull = reach * scales.at_coordinates(spike) * (learnable & state.healthy)
-    rows[:, at] = spike_and_slab.proximal_spike(rows[:, at], pull)
+        scales.add(state.particles.gradients, pull)  # whose negative is then the score of the whole posterior
+        _advance(state, scales, pull)
+    lr = state.rate if state.rates is None else state.rate[scales.at]  # type: ignore[index]
+    adam = c.optimizer == "adamw" and state.own_update is None
+    # Adam's steps are means of gradients, over their root mean square
+    reach = lr * (c.beta / (n if adam or state.own_update is not None else n * (1 - c.momentum)))
+    second = scales.take(state.second) if adam else None
+    pull, values = _learning(state, scales.at_coordinates(spike * state.healthy)), scales.take(rows)
+    state.shrink(values, pull, second, reach, state.corrections[1])
+    scales.put(rows, values)
 
 
-def _advance(state: RunState, at: Tensor | None = None, excess: Tensor | None = None) -> None:
+def _learning(state: RunState, values: Tensor) -> Tensor:
+    """(n, K) -> (n, K): 0 where a gated weight stands still."""
+    return values if state.frozen_units is None else values.masked_fill_(state.frozen_units, 0)
+
+
+def _advance(state: RunState, scales: Scales | None = None, excess: Tensor | None = None) -> None:
     """Equations 14 and 15: kernel weights of every block, then one fused update.
 
-    `excess` (n, K) at the coordinates `at` (K,) of the gradients belongs to the score alone.
+    `excess` (n, K) at the coordinates of `scales` in the gradients belongs to the score alone.
     """
     c, rows, gradients = state.config, state.particles.rows, state.particles.gradients
     scores = state.scores if state.gaussian else None
@@ -252,9 +256,12 @@ def _advance(state: RunState, at: Tensor | None = None, excess: Tensor | None = 
         weights = stein.pair_weights(rows, **_kernel(state, len(rows)))
     beta, decay = 0.0 if state.gating is None else c.beta, c.weight_decay or 0.0
     if c.optimizer == "adamw" or state.own_update is not None:
-        drive = state.driven(rows, gradients, scores, weights, index, state.moving, beta)
-        if at is not None and excess is not None:
-            drive[:, at] -= excess
+        # particles that do not interact need their gradients no more; compiled kernels must not see one matrix twice
+        alone = scores is None and not weights and rows.device.type == "cpu"
+        drive = gradients if alone else torch.empty_like(gradients)
+        state.drive(drive, rows, gradients, scores, weights, index, state.moving, beta)
+        if scales is not None and excess is not None:
+            scales.add(drive, excess, -1.0)
         if state.own_update is not None:
             return state.own_update(drive)
         state.adamw(
@@ -266,9 +273,9 @@ def _advance(state: RunState, at: Tensor | None = None, excess: Tensor | None = 
         rows, gradients, state.momentum, scores, weights, index, state.decayed, state.moving, state.rate,
         state.healthy, decay, beta, c.momentum,
     )  # fmt: skip
-    if at is not None and excess is not None:
-        rate = state.rate if state.rates is None else state.rate[at]  # type: ignore[index]
-        correct_rows(rows, state.momentum, at, excess, rate, state.healthy, c.momentum)
+    if scales is not None and excess is not None:
+        rate = state.rate if state.rates is None else state.rate[scales.at]  # type: ignore[index]
+        correct_rows(rows, state.momentum, scales.at, excess, rate, state.healthy, c.momentum)
     return None
 
 
