@@ -50,7 +50,8 @@ def set_knobs(state: RunState) -> None:
         state.progress, start=schedule.TAU_START, end=schedule.TAU_END, until=c.discrete_at
     )
     state.ramp = schedule.budget_ramp(state.progress, target=target or 1.0, begin=c.open_until, until=c.ramp_until)
-    knobs = torch.tensor([state.lr, state.tau, state.ramp, *state.host_corrections], dtype=state.knobs.dtype)
+    known = [state.lr, state.tau, state.ramp, *state.host_corrections, state.step_index + 1]
+    knobs = torch.tensor(known, dtype=state.knobs.dtype)
     state.knobs.copy_(knobs, non_blocking=True)
 
 
@@ -96,12 +97,14 @@ def advance(state: RunState, z: Tensor, through: Tensor) -> None:
         if state.penalty is not None:
             particles.gradients.add_(state.penalty(particles.rows))
         total = particles.gradients.sum() + through.sum() + latents.d_noise.sum() + latents.logits.sum()
-        state.healthy &= torch.isfinite(state.place.rows.all_reduce_(total))  # NaN and infinity survive every sum
+        state.sound.copy_(torch.isfinite(state.place.rows.all_reduce_(total)))  # NaN and infinity survive every sum
+        state.healthy &= state.sound if state.loss_scale is None else state.loss_scale.update(state.sound)
+        state.sound &= state.healthy
         if state.gating is not None and latents.keep is None:
             _advance_under_prior(state, state.gating.scales, z, through)
         else:
             _advance(state)
-        latents.update(state.healthy)
+        latents.update(state.sound)
 
 
 def gates(state: RunState) -> Tensor:
@@ -126,6 +129,8 @@ def backward(state: RunState, x: Any, y: Any, z: Tensor) -> Tensor:
     losses, hits, noises, through = (reduce(torch.add, values) for values in zip(*found, strict=True))
     if state.place.shards.size > 1:
         losses, hits, noises, through = _over_shards(state, losses, hits, noises, through)
+    if state.loss_scale is not None:
+        state.loss_scale.unscale_(through, *state.particles.written(), *([state.scores] if state.gaussian else []))
     state.statistics[0] += losses
     state.statistics[1] += hits
     state.latents.d_noise.copy_(noises).neg_()  # whatever beta is: Adam takes no notice of a factor, 0 apart
@@ -161,7 +166,7 @@ def _backward_part(
             total = taught_loss(found, taught, c)
         if found.log_d is not None and residual is not None:
             total = total + c.beta * likelihood.head_loss(residual, found.log_d)
-        gradients = state.particles.differentiate(i, _scaled(total, share), *leaf, add=add)
+        gradients = state.particles.differentiate(i, _magnified(state, _scaled(total, share)), *leaf, add=add)
         through = gradients[0] if gradients and gradients[0] is not None else torch.zeros_like(leaves[i])
         # a likelihood that is the task loss has beta times its gradient: one backward serves both (Section 3)
         through = through * (1 + c.beta) if extra is None else through - c.beta * extra
@@ -206,6 +211,7 @@ def _likelihood_scores(
     value = _scaled(likelihood.gaussian_log_likelihood(residual, state.latents.log_d[i]), share)
     if state.config.task == "regression":
         value = value / residual.shape[1]  # every output is an observation, and N counts them
+    value = _magnified(state, value)
     found = state.particles.differentiate(i, value, *leaf, into=state.scores, retain_graph=True, add=add)
     return found[0] if found and found[0] is not None else torch.zeros_like(state.latents.logits[i])
 
@@ -231,7 +237,7 @@ def _advance_under_prior(state: RunState, scales: Scales, z: Tensor, through: Te
     # Adam's steps are means of gradients, over their root mean square
     reach = lr * (c.beta / (n if adam or state.own_update is not None else n * (1 - c.momentum)))
     second = scales.take(state.second) if adam else None
-    pull, values = _learning(state, scales.at_coordinates(spike * state.healthy)), scales.take(rows)
+    pull, values = _learning(state, scales.at_coordinates(spike * state.sound)), scales.take(rows)
     state.shrink(values, pull, second, reach, state.corrections[1])
     scales.put(rows, values)
 
@@ -266,16 +272,16 @@ def _advance(state: RunState, scales: Scales | None = None, excess: Tensor | Non
             return state.own_update(drive)
         state.adamw(
             rows, drive, state.momentum, state.second, state.decayed, state.moving, state.rate, state.corrections,
-            state.healthy, decay, c.momentum,
+            state.sound, decay, c.momentum,
         )  # fmt: skip
         return None
     state.update(
         rows, gradients, state.momentum, scores, weights, index, state.decayed, state.moving, state.rate,
-        state.healthy, decay, beta, c.momentum,
+        state.sound, decay, beta, c.momentum,
     )  # fmt: skip
     if scales is not None and excess is not None:
         rate = state.rate if state.rates is None else state.rate[scales.at]  # type: ignore[index]
-        correct_rows(rows, state.momentum, scales.at, excess, rate, state.healthy, c.momentum)
+        correct_rows(rows, state.momentum, scales.at, excess, rate, state.sound, c.momentum)
     return None
 
 
@@ -297,6 +303,11 @@ def _direction(state: RunState, scores: Tensor) -> Tensor:
         state.mirror = state.mirror or Mirror(axis, rows, state.moving)
         rows, scores = state.mirror(rows, scores)
     return stein.direction(rows, scores, own=state.place.own, **_kernel(state, len(rows)))
+
+
+def _magnified(state: RunState, value: Tensor) -> Tensor:
+    """A value as large as a float16 backward pass can bear."""
+    return value if state.loss_scale is None else value * state.loss_scale.factor
 
 
 def _scaled(mean: Tensor, share: float) -> Tensor:

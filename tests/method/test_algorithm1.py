@@ -350,7 +350,7 @@ def test_weights_are_rounded_as_autocast_would() -> None:
 
     network = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), Doubled(3, 4, 3), nn.Flatten(), nn.Linear(64, 5))
     weights = {name: 1.1 * p.detach() for name, p in network.named_parameters() if name.endswith("weight")}
-    early = cast_like_autocast(network, weights)
+    early = cast_like_autocast(network, weights, torch.bfloat16)
     assert {n: v.dtype for n, v in early.items()} == {
         "0.weight": torch.bfloat16, "2.weight": torch.float32, "4.weight": torch.bfloat16,
     }  # fmt: skip
