@@ -69,10 +69,10 @@ def _run(
     lacking = (job for job in plan if digest(*job, variant) not in store.digests())
     for (task, seed), jobs in groupby(lacking, lambda job: (job[0].task, job[1])):
         changes = {**lengths, **variant.settings}
-        fewer = changes.pop("examples", None)
+        fewer, length = changes.pop("examples", None), changes.pop("length", None)
         if not TASKS[task].start:
             changes.pop("start", None)
-        runner = Runner(task, material(task, folders, seed, held, fewer=fewer), seed, machine, **changes)
+        runner = Runner(task, material(task, folders, seed, held, fewer=fewer, length=length), seed, machine, **changes)
         for row, _ in jobs:
             line = runner.run(row)
             named = {"digest": digest(row, seed, variant), "row": row.name, "seed": seed, "task": task}

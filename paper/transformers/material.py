@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from dllp.data import ArrayData, holdout, load
 from dllp.devices import trees
 from dllp.errors import ConfigError
 from paper.transformers import texts, unet
+from paper.transformers.rows import TASKS
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Material:
     Attributes:
         train: As :func:`dllp.prune` takes it.
         held: What rows are judged by.
-        described: The data in a few words, for the line.
+        described: Where it comes from, for the line.
     """
 
     network: nn.Module
@@ -40,35 +42,52 @@ class Folders:
     data_root: str | None = None
 
 
-def material(name: str, folders: Folders, seed: int, held: str, *, fewer: int | None = None) -> Material:
-    """The material of a task; `held` is `validation` or `test`, and `fewer` takes that many training examples only."""
+def material(
+    name: str, folders: Folders, seed: int, held: str, *, fewer: int | None = None, length: int | None = None
+) -> Material:
+    """The material of a task; `held` is `validation` or `test`.
+
+    For quick tries `fewer` takes that many training examples only, and `length` that many tokens of each.
+    """
+    if length is not None and not TASKS[name].length:
+        raise ConfigError(f"{name} has no tokens: leave out length")
     made = {"trec": _questions, "sst2": _questions, "wikitext": _prose, "vit": _images, "unet": _shapes}[name]
-    found = made(name, folders, seed, held)
+    found = made(name, folders, seed, held, length or TASKS[name].length)
     if fewer is not None:
         train = found.train
         part = replace(train, x=train.x[:fewer], y=train.y[:fewer]) if isinstance(train, ArrayData) else None
         found = replace(found, train=part or trees.part(train, slice(0, fewer)))
     size = len(found.train) if isinstance(found.train, ArrayData) else trees.count(found.train)
-    return replace(found, described={**found.described, "training": size, "held": held})
+    known = {"training": size, "held": held, "digests": [_digest(found.train), _digest(found.held)]}
+    return replace(found, described={**found.described, **known})
 
 
-def _questions(name: str, folders: Folders, seed: int, held: str) -> Material:
-    read, classes, length = (texts.trec, 6, 32) if name == "trec" else (texts.sst2, 2, 64)
+def _digest(data: Any) -> str:
+    """A name for the very numbers that are trained on, or judged by."""
+    tensors = [data.x, data.y] if isinstance(data, ArrayData) else trees.tensors(data)
+    total = hashlib.sha256()
+    for tensor in tensors:
+        total.update(tensor.contiguous().numpy().data)
+    return total.hexdigest()[:16]
+
+
+def _questions(name: str, folders: Folders, seed: int, held: str, length: int) -> Material:
+    read, classes = (texts.trec, 6) if name == "trec" else (texts.sst2, 2)
     tokenizer, network = texts.minilm(_needed(folders.models, "--models"), classes, seed)
     folder = _needed(folders.texts, "--texts")
     train, judged = (texts.encoded(tokenizer, *read(folder, part), length) for part in ("train", held))
-    return Material(network, train, judged, {"length": length})
+    return Material(network, train, judged, {"length": length, **texts.origin("minilm")})
 
 
-def _prose(_: str, folders: Folders, seed: int, held: str) -> Material:
+def _prose(_: str, folders: Folders, seed: int, held: str, length: int) -> Material:
     tokenizer, network = texts.smollm2(_needed(folders.models, "--models"))
     folder = _needed(folders.texts, "--texts")
     text = texts.prose(folder)
-    train, judged = (texts.windows(tokenizer, each, 512) for each in (text, texts.wikitext(folder, held)))
-    return Material(network, train, judged, {"length": 512, "characters": len(text)})
+    train, judged = (texts.windows(tokenizer, each, length) for each in (text, texts.wikitext(folder, held)))
+    return Material(network, train, judged, {"length": length, "characters": len(text), **texts.origin("smollm2")})
 
 
-def _images(_: str, folders: Folders, seed: int, held: str) -> Material:
+def _images(_: str, folders: Folders, seed: int, held: str, __: int) -> Material:
     transformers: Any = texts.library()
     data = load("cifar10", root=folders.data_root)
     if not isinstance(data.train, ArrayData):
@@ -79,10 +98,10 @@ def _images(_: str, folders: Folders, seed: int, held: str) -> Material:
         patch_size=4, num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     torch.manual_seed(seed)
-    return Material(transformers.ViTForImageClassification(config), train, test, {})
+    return Material(transformers.ViTForImageClassification(config), train, test, texts.origin())
 
 
-def _shapes(_: str, folders: Folders, seed: int, held: str) -> Material:
+def _shapes(_: str, folders: Folders, seed: int, held: str, __: int) -> Material:
     torch.manual_seed(seed)
     sets = {"train": (4000, 1), "validation": (1000, 2), "test": (1000, 3)}
     train, judged = (unet.shapes(*sets[part]) for part in ("train", held))

@@ -27,6 +27,7 @@ class Task:
         pair: Share that two particles remove each, where their ensemble is compared with one dense network.
         blocks: Part of a module's name that says that it is in a block; empty where all are.
         perplexity: The quality of a language model; of others it is accuracy.
+        length: Tokens of an example; 0 where there are none.
     """
 
     title: str
@@ -38,19 +39,20 @@ class Task:
     pair: float | None = None
     blocks: str = ".layer"
     perplexity: bool = False
+    length: int = 0
 
 
 ENCODER = {"optimizer": "adamw", "lr": 1e-4, "batch_size": 32, "warmup": 1.0}
 TASKS = {
-    "trec": Task("MiniLM-L6 on TREC's six question classes", 5, 20, ENCODER, pair=0.55),
-    "sst2": Task("MiniLM-L6 on SST-2", 3, 12, ENCODER, pair=0.55),
+    "trec": Task("MiniLM-L6 on TREC's six question classes", 5, 20, ENCODER, pair=0.55, length=32),
+    "sst2": Task("MiniLM-L6 on SST-2", 3, 12, ENCODER, pair=0.55, length=64),
     "wikitext": Task(
         "SmolLM2-135M, recovered on public prose, WikiText-2", 0, 3,
         {"optimizer": "adamw", "lr": 2e-4, "batch_size": 8, "warmup": 0.1}, ("shortgpt", "wanda"), (0.2, 0.4),
-        perplexity=True,
+        perplexity=True, length=512,
     ),
     "vit": Task(
-        "ViT of DeiT-tiny's shape, patches of 4, on CIFAR-10", 100, 60,
+        "ViT of DeiT-tiny's shape, patches of 4, on CIFAR-10", 60, 40,
         {"optimizer": "adamw", "lr": 1e-3, "batch_size": 512, "weight_decay": 0.05, "warmup": 5.0}, removed=(0.5,),
     ),
     "unet": Task("U-Net on made shapes", 15, 20, {"lr": 0.1, "batch_size": 64}, removed=(0.5, 0.8), blocks=""),

