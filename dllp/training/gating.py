@@ -109,7 +109,8 @@ class Scales:
 
     def take(self, rows: Tensor) -> Tensor:
         """(n, P) -> (n, K): the values at the coordinates."""
-        return torch.cat([rows[:, at] for at, _ in self.pieces], dim=1)
+        found = [rows[:, at] for at, _ in self.pieces]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
     def put(self, rows: Tensor, values: Tensor) -> None:
         """Write (n, K) to the coordinates of (n, P)."""

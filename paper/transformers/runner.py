@@ -161,4 +161,7 @@ def mean_loss(network: Any, batch: Any) -> Tensor:
 
 def brief(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The epochs as a line keeps them."""
-    return [{name: record[name] for name in ("epoch", "phase", "loss", "cost", "lr")} for record in history]
+    return [
+        {name: record[name] for name in ("epoch", "phase", "loss", "cost", "lr", "seconds", "engine")}
+        for record in history
+    ]
