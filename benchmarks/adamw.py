@@ -2,8 +2,8 @@
 
     python benchmarks/adamw.py
 
-Prints one JSON line, of one thread: medians of CPU milliseconds, and of ratios within windows that alternate. `plain` is
-`torch.optim.AdamW` as it comes, `fused` with fused=True; `dense` is our step without gates and prior.
+Prints one JSON line, of one thread: medians of CPU milliseconds, and of ratios within windows that alternate.
+`plain` is `torch.optim.AdamW` as it comes, `fused` with fused=True; `dense` is our step without gates and prior.
 """
 
 from __future__ import annotations
