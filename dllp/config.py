@@ -237,7 +237,8 @@ class Machine:
 
     Args:
         device: `auto`, `cpu`, `cuda` or `cuda:K`.
-        precision: `bfloat16` autocasts forward and backward; master weights stay float32.
+        precision: `bfloat16` and `float16` autocast forward and backward; master weights stay float32. float16 is for
+            CUDA: its losses are scaled, and a step whose gradients overflow is skipped.
         engine: `graph` captures the step as a CUDA graph, `eager` does not,
             `auto` is graph on CUDA and eager elsewhere.
         deterministic: Ask for deterministic kernels on CUDA (CPU runs always are).
@@ -248,7 +249,7 @@ class Machine:
     """
 
     device: str = _changeable("auto")
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
     engine: Literal["auto", "eager", "graph"] = _changeable("auto")
     deterministic: bool = False
     recompute: bool = _changeable(False)

@@ -31,7 +31,7 @@ from dllp.data import (
     validate,
 )  # fmt: skip
 from dllp.devices import trees
-from dllp.devices.device import check_repeatable, find_device
+from dllp.devices.device import check_precision, check_repeatable, find_device
 from dllp.devices.mesh import Place
 from dllp.devices.ranks import Ranks
 from dllp.errors import ConfigError, DataError, DllpError, StructureError, first_line
@@ -92,6 +92,7 @@ def prepare(
     check_network(model)
     device = find_device(config.device, None if ranks is None or ranks.alone else ranks.local)
     check_repeatable(device, config.deterministic)
+    check_precision(device, config.precision)
     objective = objective or Objective(config)
     batches = as_batches(data, config, device, as_is=objective.loss is not None, steps=steps)
     x, y = example_of(batches)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dllp.api import Result, check_groups, collect, new_config
 from dllp.config import Config
 from dllp.devices import trees
-from dllp.devices.device import check_repeatable, find_device
+from dllp.devices.device import check_precision, check_repeatable, find_device
 from dllp.devices.mesh import Axis, Place, merged
 from dllp.errors import ArtifactError, ConfigError, StructureError, check_count
 from dllp.prepare import (
@@ -86,6 +86,7 @@ class Pruner(torch.optim.Optimizer):
         model = as_float32(model)
         device = find_device(config.device)
         check_repeatable(device, config.deterministic)
+        check_precision(device, config.precision)
         channels = gates and config.granularity == "channel"
         self.example = positional(model, *trees.arguments(example))
         options: dict[str, Any] = {"channels": channels, "units": config.units, "even": config.even}
@@ -102,6 +103,7 @@ class Pruner(torch.optim.Optimizer):
             particles, gating, config, num_data=num_data, steps_per_epoch=-(-steps // max(1, config.epochs)),
             place=place, groups=groups, total_steps=steps, gaussian=False, objective=Objective(config, loss),
         )  # fmt: skip
+        self.run.loss_scale = None  # a loop that computes losses scales them: torch.amp.GradScaler
         self.teacher = Teacher(model, config, device).network if config.teacher == "given" else None
         if validation is not None:
             self._measured_on(model, validation, metrics)
@@ -339,7 +341,7 @@ class Pruner(torch.optim.Optimizer):
                 parameter.grad = view
         inner.step()
         inner.zero_grad()
-        run.particles.rows.copy_(torch.where(run.moving & run.healthy, run.particles.rows, before))
+        run.particles.rows.copy_(torch.where(run.moving & run.sound, run.particles.rows, before))
 
     def _check(self) -> None:
         if not bool(self.run.healthy):

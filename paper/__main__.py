@@ -15,9 +15,9 @@ from dllp.config import Config
 from dllp.errors import DllpError, Interrupted
 from dllp.runs.launch import KEPT
 from dllp.runs.settings import Task
-from paper import transformers
 from paper.command import RESULTS, execute
 from paper.tables import TABLES
+from paper.transformers.rows import NAME
 
 ABOUT = "Run what a table of the paper still lacks, and write the table from everything that is finished."
 EXAMPLES = """Results lie in DIR/NAME: runs.jsonl (a line for each finished job), summary.json, table.md,
@@ -41,7 +41,7 @@ examples:
   dllp bench colour
       digits whose colours mislead: minutes on a CPU, no data to fetch
   dllp bench transformers --texts texts --models models --rows 'trec-*' --seeds 0
-      MiniLM, SmolLM2, a ViT and a U-Net against other ways to make them small; paper/texts.py names the files
+      MiniLM, SmolLM2, a ViT and a U-Net against other methods; paper/transformers/texts.py names the files
   dllp bench table1 --rows tuned-cp-55 --again 'its LASSO path is another one now'
       a second run of finished jobs: the lines of the first are marked as superseded, and stay
   dllp bench table1 --validation 5000 --epochs 20 --rows dllp-channel-55 --seeds 0
@@ -54,7 +54,7 @@ def add_options(parser: Parser) -> None:
     """Add the options of one bench; those that are not given leave no trace."""
     parser.usage, parser.description, parser.epilog = "dllp bench NAME [options]", ABOUT, EXAMPLES
     parser.argument_default = argparse.SUPPRESS
-    parser.add_argument("name", metavar="NAME", help=f"{', '.join([*TABLES, transformers.NAME])}.")
+    parser.add_argument("name", metavar="NAME", help=f"{', '.join([*TABLES, NAME])}.")
     add(parser, "--seeds", int, "Seeds, instead of each row's own.", nargs="+")
     add(parser, "--rows", str, "Rows to run, by name or pattern.", nargs="+", metavar="ROW")
     add(parser, "--out", str, f"Folder of all results. (default: {RESULTS})", metavar="DIR")

@@ -24,12 +24,13 @@ from dllp.errors import ConfigError
 from dllp.records import EpochRecord
 from dllp.runs.launch import Spread, check_launcher, finish, opened_pool
 from dllp.training.state import RunState
-from paper import summary, tables, transformers
+from paper import summary, tables
 from paper.coloured_digits import DATA, load_data
 from paper.jobs import Runner
 from paper.launch import Book, Settings, in_short, say_left_out, seen_data
 from paper.provenance import source
 from paper.store import Store
+from paper.transformers import command as transformers
 
 RESULTS = "results"
 PLACES = ("out", "data", "data_root", "texts", "models")

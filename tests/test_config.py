@@ -82,7 +82,7 @@ def test_mistakes(values: dict[str, Any], words: str) -> None:
         ({"granularity": "filter"}, "granularity"),
         ({"task": "ranking"}, "task"),
         ({"init": "warm"}, "init"),
-        ({"precision": "float16"}, "precision"),
+        ({"precision": "int8"}, "precision"),
         ({"engine": "fast"}, "engine"),
         ({"blocks": "layer"}, "blocks"),
         ({"bandwidth": "mean"}, "bandwidth"),

@@ -158,6 +158,24 @@ def test_an_optimiser_of_the_users_own() -> None:
     assert not equal(result.particles[0].network, result.particles[1].network)
 
 
+def test_a_gradient_scaler_of_pytorch() -> None:
+    """Scaled by a power of two all is as it was; a step that overflows is none."""
+    plain, scaled = pruner(), pruner()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    run(plain)
+    for k, (x, y) in enumerate(batches()):
+        for broken in (True, False) if k in (3, STEPS - 2) else (False,):
+            for network in scaled.networks:
+                loss = F.cross_entropy(network(x), y)
+                scaler.scale(loss * torch.inf if broken else loss).backward()
+            scaler.step(scaled)
+            scaler.update()
+            scaled.zero_grad()
+    assert scaled.finished and scaler.get_scale() == 64
+    assert torch.equal(scaled.run.particles.rows, plain.run.particles.rows)
+    assert torch.equal(scaled.run.latents.logits, plain.run.latents.logits)
+
+
 # ---- dllp.prune
 
 

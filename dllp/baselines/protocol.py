@@ -243,9 +243,10 @@ def prior_penalty(scales: Scales, prior: Prior, strength: float, *parameters: fl
     at = scales.at
 
     def gradient(rows: Tensor) -> Tensor:
-        scores = prior.unit_scores(scales.of(rows), scales.lengths, *parameters)
+        sizes = scales.of(rows)
+        scores = prior.unit_scores(sizes, scales.lengths, *parameters)
         result = torch.zeros_like(rows)
-        result[:, at] = strength * scales.at_coordinates(scales.pulls(rows, scores)) * rows[:, at]
+        result[:, at] = strength * scales.at_coordinates(scales.pulls(sizes, scores)) * rows[:, at]
         return result
 
     return gradient

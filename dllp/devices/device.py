@@ -19,6 +19,8 @@ from dllp.errors import ConfigError
 
 WORKSPACE, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 """cuBLAS is deterministic with these workspaces only, and reads the variable when it starts."""
+HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Precisions that autocast."""
 AUTOCAST_ONLY = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 """Modules whose weight goes into one operation that autocast casts it for, and nowhere else; not their subclasses."""
 TRIES, WORTH = 5, 0.9  # repeats that compare one thread with all, and the share of time at which all are worth it
@@ -45,6 +47,12 @@ def check_repeatable(device: torch.device, deterministic: bool) -> None:
     """Raise if deterministic kernels are wanted and the environment does not allow them."""
     if deterministic and device.type == "cuda" and os.environ.get(WORKSPACE) not in WORKSPACES:
         raise ConfigError(f"deterministic on CUDA needs {WORKSPACE}={WORKSPACES[0]}: set it before Python starts")
+
+
+def check_precision(device: torch.device, precision: str) -> None:
+    """Raise if float16 is wanted where nothing is faster for it."""
+    if precision == "float16" and device.type != "cuda":
+        raise ConfigError(f"precision = float16 needs CUDA, not {device.type}: use bfloat16 or float32")
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -105,10 +113,9 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-def cast_like_autocast(network: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gated weights by name in bfloat16 where autocast would cast them later: the float32 ones need not be kept."""
+def cast_like_autocast(network: nn.Module, weights: dict[str, Tensor], half: torch.dtype) -> dict[str, Tensor]:
+    """Gated weights by name in half precision where autocast would cast them later: float32 ones need not be kept."""
     owners = {name: network.get_submodule(name.rpartition(".")[0]) for name in weights}
     return {
-        name: weight.to(torch.bfloat16) if type(owners[name]) in AUTOCAST_ONLY else weight
-        for name, weight in weights.items()
+        name: weight.to(half) if type(owners[name]) in AUTOCAST_ONLY else weight for name, weight in weights.items()
     }

@@ -1,4 +1,4 @@
-"""Forward passes of the particles as fast as the device allows: fused norms, padded widths, bfloat16, recomputation."""
+"""Forward passes of the particles as fast as devices allow: fused norms, padding, half precision, recomputation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from dllp.config import Config
 from dllp.devices import fuse, recompute, trees
-from dllp.devices.device import cast_like_autocast
+from dllp.devices.device import HALF, cast_like_autocast
 from dllp.devices.mesh import Axis, synchronise
 from dllp.posterior import evaluating
 from dllp.structure.slicing import Fold
@@ -106,25 +106,25 @@ class Forward:
         return view
 
     def _call(self, network: nn.Module, i: int, gates: Tensor | None, args: Any, kwargs: Any) -> Any:
-        bf16 = self.config.precision == "bfloat16"
+        half = HALF.get(self.config.precision)
         # cast weights must not be cached: a captured graph would keep the first step's
-        autocast = torch.autocast(self.particles.device.type, torch.bfloat16, cache_enabled=False)
+        autocast = torch.autocast(self.particles.device.type, half, cache_enabled=False) if half else nullcontext()
         blocks = self._recompute(network, self.stages) if self.stages else nullcontext()
         explanation = explained((args, kwargs), cut=bool(self.particles.sliced))
-        with autocast if bf16 else nullcontext(), blocks, explanation:
+        with autocast, blocks, explanation:
             weights: dict[str, Tensor] = {}
             if self.closed:
                 fold, gate = self.closed[i]
                 weights = fold(dict(network.named_parameters()), gate)
             elif gates is not None and self.gating is not None and not self.particles.sliced:
                 weights = self.gating.fold(dict(network.named_parameters()), gates)
-            if bf16:
-                weights = cast_like_autocast(network, weights)
+            if half is not None:
+                weights = cast_like_autocast(network, weights, half)
             if weights:
                 outputs = functional_call(network, weights, args, kwargs, tie_weights=False)
             else:
                 outputs = network(*args, **kwargs)
-        return trees.apply(outputs, _widened) if bf16 else outputs
+        return trees.apply(outputs, _widened) if half else outputs
 
     def each(self, work: Callable[[int], T]) -> Sequence[T]:
         """work(i) for every particle; in a captured step each on a stream of its own, joined at the end.
@@ -169,4 +169,4 @@ def _of(kind: type[nn.Module], held: dict[str, Any]) -> nn.Module:
 
 
 def _widened(value: Tensor) -> Tensor:
-    return value.float() if value.dtype == torch.bfloat16 else value
+    return value.float() if value.dtype in HALF.values() else value

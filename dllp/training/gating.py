@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from dllp.structure.select import select, select_measured
 from dllp.structure.slicing import Fold, Recipe, Slice, WeightFold, recipe
 from dllp.training.particles import Layout, kept_coordinates
 
+RUN = 256
+"""Consecutive coordinates that the CPU copies as one."""
 NORMS = (nn.modules.batchnorm._NormBase, nn.modules.instancenorm._InstanceNorm)
 
 
@@ -84,9 +87,50 @@ class Scales:
         """True where every unit is one coordinate, whose scale has its sign."""
         return all(size == 1 for _, size in self.parts)
 
+    @cached_property
+    def order(self) -> Tensor:
+        """(U,) the units in the order of `at`."""
+        return self.place.argsort()
+
+    @cached_property
+    def pieces(self) -> list[tuple[slice | Tensor, slice]]:
+        """Coordinates and their places in `at`: on the CPU long runs of consecutive ones as slices, which copy fast."""
+        if self.at.device.type != "cpu":
+            return [(self.at, slice(0, len(self.at)))]
+        starts = [0, *(1 + (self.at.diff() != 1).nonzero().flatten()).tolist(), len(self.at)]
+        found: list[tuple[slice | Tensor, slice]] = []
+        scattered = 0  # where those begin that belong to no long run
+        for start, end in pairwise(starts):
+            if end - start >= RUN:
+                found += [(self.at[scattered:start], slice(scattered, start))] if scattered < start else []
+                found.append((slice(int(self.at[start]), int(self.at[start]) + end - start), slice(start, end)))
+                scattered = end
+        return [*found, (self.at[scattered:], slice(scattered, len(self.at)))]
+
+    def take(self, rows: Tensor) -> Tensor:
+        """(n, P) -> (n, K): the values at the coordinates."""
+        found = [rows[:, at] for at, _ in self.pieces]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+    def put(self, rows: Tensor, values: Tensor) -> None:
+        """Write (n, K) to the coordinates of (n, P)."""
+        for at, part in self.pieces:
+            rows[:, at] = values[:, part]
+
+    def add(self, rows: Tensor, values: Tensor, factor: float = 1.0) -> None:
+        """Add (n, K), times a factor, at the coordinates of (n, P)."""
+        for at, part in self.pieces:
+            if isinstance(at, slice):
+                rows[:, at].add_(values[:, part], alpha=factor)
+            else:
+                rows[:, at] += factor * values[:, part]
+
     def of(self, rows: Tensor) -> Tensor:
         """(n, P) rows -> (n, U) scales."""
-        values = rows[:, self.at]
+        return self.of_values(self.take(rows))
+
+    def of_values(self, values: Tensor) -> Tensor:
+        """(n, K) values at the coordinates -> (n, U) scales."""
         if self.single:
             return values
         sums = [part.sum(-1) for part in self._split(values.square())]
@@ -94,11 +138,16 @@ class Scales:
 
     def at_coordinates(self, values: Tensor) -> Tensor:
         """(n, U) -> (n, K): each unit's value at its coordinates."""
-        return values if self.single else values[:, self.unit]
+        if self.single:
+            return values
+        result = values.new_empty(len(values), len(self.at))
+        ordered = values[:, self.order].split([units for units, _ in self.parts], dim=1)
+        for target, part in zip(self._split(result), ordered, strict=True):
+            target.copy_(part[..., None])
+        return result
 
-    def pulls(self, rows: Tensor, scores: Tensor) -> Tensor:
-        """(n, U) scores of the scales -> (n, U) pulls: a coordinate's own score is minus the pull times its value."""
-        scale = self.of(rows)
+    def pulls(self, scale: Tensor, scores: Tensor) -> Tensor:
+        """(n, U) scales and their scores -> (n, U) pulls: minus a pull times its value is a coordinate's own score."""
         # where a scale is 0 its coordinates are 0 too, and whatever the pull is they stay
         return -scores * scale / (self.count * scale.square().clamp_min(1e-24))
 

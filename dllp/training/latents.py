@@ -118,8 +118,8 @@ class Latents:
         """(n, U): logits of theta in equation 10; of medians it is annealed as they are."""
         return self.logits if self.config.draw_gates else (self.logits - self.threshold) / temperature
 
-    def prior_pulls(self, rows: Tensor, z: Tensor, temperature: Tensor, *, soft: bool) -> tuple[Tensor, Tensor]:
-        """(n, P) -> the pull of slab and spike on each unit's coordinates, (n, U) each. Sets the slab's gradient.
+    def prior_pulls(self, sizes: Tensor, z: Tensor, temperature: Tensor, *, soft: bool) -> tuple[Tensor, Tensor]:
+        """(n, U) scales -> the pull of slab and spike on their coordinates, (n, U) each. Sets the slab's gradient.
 
         While gates are open for sure there is no spike. Where a gate z is open or shut it says itself which of both a
         weight belongs to, theta = z in equation 10: open weights of any size, also 0, are under the slab alone.
@@ -128,21 +128,20 @@ class Latents:
         scales = self._gating.scales
         if self.other is not None:
             prior, parameters = self.other
-            scores = prior.unit_scores(scales.of(rows), scales.lengths, *parameters)
-            pull = self.strength * scales.pulls(rows, scores)
+            scores = prior.unit_scores(sizes, scales.lengths, *parameters)
+            pull = self.strength * scales.pulls(sizes, scores)
             return pull, torch.zeros_like(pull)
         sure = self.ranked or not soft
         logits = torch.where(z > 0.5, torch.inf, -torch.inf) if sure else self._annealed(temperature)
-        terms = self._prior_terms(rows, logits)
+        terms = self._prior_terms(sizes, logits)
         slab_gradient = scales.module_sums(spike_and_slab.log_slab_score(*terms))
         self.d_slab.copy_(slab_gradient).mul_(-self.config.beta * self.strength)
         slab, spike = spike_and_slab.precision_parts(*terms)
         return self.strength * slab / scales.count, self.strength * spike / scales.count
 
-    def _prior_terms(self, rows: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
+    def _prior_terms(self, sizes: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
         """Arguments of equation 10 at each unit: scales (n, U), gate logits (n, U), slab (n, U), spike precision."""
-        scales = self._gating.scales
-        return scales.of(rows), logits, scales.spread(self.log_slab).exp(), self.spike
+        return sizes, logits, self._gating.scales.spread(self.log_slab).exp(), self.spike
 
     def shrinkage(self, rows: Tensor) -> Tensor:
         """(P,) bool, where weight decay acts: not on what the prior shrinks until gates are discrete (Section 2)."""
@@ -151,7 +150,7 @@ class Latents:
             decayed[self.gating.scales.at] = False
         return decayed
 
-    def gate_gradient(self, rows: Tensor, z: Tensor, through: Tensor, temperature: Tensor, ramp: Tensor) -> None:
+    def gate_gradient(self, sizes: Tensor, z: Tensor, through: Tensor, temperature: Tensor, ramp: Tensor) -> None:
         """Set the logits' gradient from the loss's gradient in the gates z (n, U), the prior and the budget.
 
         Through gates that are open or shut the gradient passes straight, as if they were medians.
@@ -162,7 +161,7 @@ class Latents:
             z = logits.sigmoid()
         prior = torch.zeros_like(z)
         if self.other is None:
-            prior = spike_and_slab.gate_score(*self._prior_terms(rows, logits))
+            prior = spike_and_slab.gate_score(*self._prior_terms(sizes, logits))
             prior = prior if self.config.draw_gates else prior * slope
         energy = self._budget_gradient(temperature, ramp)
         self.d_logits.copy_(through * z * (1 - z) * slope - self.config.beta * self.strength * prior + energy)

@@ -145,6 +145,8 @@ def _tensors(state: RunState) -> Iterator[tuple[str, Tensor]]:
     yield from (("rows", particles.rows), ("momentum", state.momentum), ("statistics", state.statistics))
     if state.config.optimizer == "adamw":
         yield "second", state.second
+    if state.loss_scale is not None:
+        yield "loss_scale", state.loss_scale.values
     yield from (("logits", belief.logits), ("log_slab", belief.log_slab), ("log_d", belief.log_d))
     yield from (("multiplier", belief.multiplier), ("gap", belief.gap))
 
@@ -171,7 +173,7 @@ def _leaving(value: Tensor) -> Tensor:
 
 def _axis(name: str) -> int | None:
     """Along which axis a tensor lists the particles; None for what belongs to one of them, or to none."""
-    if name.startswith(("full/", "small/", "random/")) or name.endswith("/step"):
+    if name.startswith(("full/", "small/", "random/", "loss_scale")) or name.endswith("/step"):
         return None
     return 1 if name == "statistics" else 0
 

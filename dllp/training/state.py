@@ -20,11 +20,12 @@ from dllp.config import Config
 from dllp.devices.mesh import Mirror, Place
 from dllp.errors import ConfigError
 from dllp.method import stein
-from dllp.method.update import ADAM_BETA2, adamw_rows, compiled, driven, update_rows
+from dllp.method.update import ADAM_BETA2, adamw_rows, compiled, drive_rows, in_strips, shrink_rows, update_rows
 from dllp.records import EpochRecord, Moment, Phase
 from dllp.training.forward import Forward
 from dllp.training.gating import ChannelGating, WeightGating
 from dllp.training.latents import Latents
+from dllp.training.loss_scale import LossScale
 from dllp.training.objective import Metrics, Objective
 from dllp.training.particles import Particles
 from dllp.training.teacher import Teacher
@@ -80,6 +81,7 @@ class RunState:
         self.latents = Latents(gating, config, rows, num_data, self.place)
         self.momentum = torch.zeros_like(rows)
         self.second = torch.zeros_like(rows if config.optimizer == "adamw" else rows[:, :0])  # Adam's second moment
+        self.loss_scale = LossScale(device) if config.precision == "float16" else None
         self.statistics = torch.zeros(2, len(rows), device=device, dtype=torch.float64)  # sums of loss and of hits
         self.step_index, self.lr_scale = 0, 1.0
         self.history: list[EpochRecord] = []
@@ -89,14 +91,18 @@ class RunState:
         self.own_update: Callable[[Tensor], None] | None = None  # (n, P) grad CE - beta phi -> a user's own step
         # what the decision changes
         self.moving = self.learnable.expand(len(rows), -1)  # (n, P): False where a weight stands still
+        learning = self.learnable if gating is None else self.learnable[gating.scales.at]
+        self.frozen_units = None if bool(learning.all()) else ~learning  # (K,) gated weights that stand still
         self.rates, self.decays = parameter_factors(particles, groups)
         self.set_decay()
         # what one step leaves for the next, or for its readers
         self.gaussian = gaussian and config.likelihood == "gaussian"
         self.scores = torch.zeros_like(rows if self.gaussian else rows[:, :0])
-        self.knobs = rows.new_zeros(5)  # lr, temperature, ramp, Adam's two corrections: read inside captured steps
+        # lr, temperature, ramp, Adam's two corrections, number of the step: read inside captured steps
+        self.knobs = rows.new_zeros(6)
         self.lr = self.tau = self.ramp = 0.0  # the same for the host
         self.healthy = torch.ones((), dtype=torch.bool, device=device)
+        self.sound = torch.ones_like(self.healthy)  # the present step: what is not changes nothing
         self.share = 1.0  # the batch's part that this process sees
         self.mirror: Mirror | None = None  # of other processes' particles, once the gates are discrete
         self.recent: deque[tuple[int, Any, Any]] = deque(maxlen=HEALTH_CHECK if device.type == "cuda" else 1)
@@ -104,8 +110,9 @@ class RunState:
         # how it is computed
         self.forward = Forward(particles, gating, config)
         # their inputs never change shape, so they are compiled once
-        made: Callable[[Any], Any] = compiled if device.type == "cuda" else lambda function: function
-        self.update, self.driven, self.adamw = made(update_rows), made(driven), made(adamw_rows)
+        made: Callable[[Any], Any] = compiled if device.type == "cuda" else in_strips
+        self.update, self.drive, self.adamw = made(update_rows), made(drive_rows), made(adamw_rows)
+        self.shrink = shrink_rows if device.type == "cuda" else in_strips(shrink_rows)
 
     @property
     def progress(self) -> float:
@@ -140,7 +147,10 @@ class RunState:
 
     @property
     def corrections(self) -> tuple[Tensor, Tensor] | tuple[float, float]:
-        """1 - inertia^t and the root of 1 - ADAM_BETA2^t of Adam's step t."""
+        """1 - inertia^t and the root of 1 - ADAM_BETA2^t of Adam's step t, of which skipped ones are none."""
+        if self.loss_scale is not None:
+            t = self.knobs[5] - self.loss_scale.skipped
+            return 1 - self.config.momentum**t, (1 - ADAM_BETA2**t).sqrt()
         if self.particles.device.type == "cuda":
             return self.knobs[3], self.knobs[4]
         return self.host_corrections

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dllp.devices import mesh, trees
 from dllp.devices.mesh import Mirror
-from dllp.method import likelihood, schedule, spike_and_slab, stein
-from dllp.method.update import adam_root, correct_rows, score_of
+from dllp.method import likelihood, schedule, stein
+from dllp.method.update import correct_rows, score_of
 from dllp.training.gating import ChannelGating, Scales
 from dllp.training.moments import measure
 from dllp.training.objective import Outcome
@@ -50,7 +50,8 @@ def set_knobs(state: RunState) -> None:
         state.progress, start=schedule.TAU_START, end=schedule.TAU_END, until=c.discrete_at
     )
     state.ramp = schedule.budget_ramp(state.progress, target=target or 1.0, begin=c.open_until, until=c.ramp_until)
-    knobs = torch.tensor([state.lr, state.tau, state.ramp, *state.host_corrections], dtype=state.knobs.dtype)
+    known = [state.lr, state.tau, state.ramp, *state.host_corrections, state.step_index + 1]
+    knobs = torch.tensor(known, dtype=state.knobs.dtype)
     state.knobs.copy_(knobs, non_blocking=True)
 
 
@@ -96,12 +97,14 @@ def advance(state: RunState, z: Tensor, through: Tensor) -> None:
         if state.penalty is not None:
             particles.gradients.add_(state.penalty(particles.rows))
         total = particles.gradients.sum() + through.sum() + latents.d_noise.sum() + latents.logits.sum()
-        state.healthy &= torch.isfinite(state.place.rows.all_reduce_(total))  # NaN and infinity survive every sum
+        state.sound.copy_(torch.isfinite(state.place.rows.all_reduce_(total)))  # NaN and infinity survive every sum
+        state.healthy &= state.sound if state.loss_scale is None else state.loss_scale.update(state.sound)
+        state.sound &= state.healthy
         if state.gating is not None and latents.keep is None:
             _advance_under_prior(state, state.gating.scales, z, through)
         else:
             _advance(state)
-        latents.update(state.healthy)
+        latents.update(state.sound)
 
 
 def gates(state: RunState) -> Tensor:
@@ -126,6 +129,8 @@ def backward(state: RunState, x: Any, y: Any, z: Tensor) -> Tensor:
     losses, hits, noises, through = (reduce(torch.add, values) for values in zip(*found, strict=True))
     if state.place.shards.size > 1:
         losses, hits, noises, through = _over_shards(state, losses, hits, noises, through)
+    if state.loss_scale is not None:
+        state.loss_scale.unscale_(through, *state.particles.written(), *([state.scores] if state.gaussian else []))
     state.statistics[0] += losses
     state.statistics[1] += hits
     state.latents.d_noise.copy_(noises).neg_()  # whatever beta is: Adam takes no notice of a factor, 0 apart
@@ -161,7 +166,7 @@ def _backward_part(
             total = taught_loss(found, taught, c)
         if found.log_d is not None and residual is not None:
             total = total + c.beta * likelihood.head_loss(residual, found.log_d)
-        gradients = state.particles.differentiate(i, _scaled(total, share), *leaf, add=add)
+        gradients = state.particles.differentiate(i, _magnified(state, _scaled(total, share)), *leaf, add=add)
         through = gradients[0] if gradients and gradients[0] is not None else torch.zeros_like(leaves[i])
         # a likelihood that is the task loss has beta times its gradient: one backward serves both (Section 3)
         through = through * (1 + c.beta) if extra is None else through - c.beta * extra
@@ -206,41 +211,46 @@ def _likelihood_scores(
     value = _scaled(likelihood.gaussian_log_likelihood(residual, state.latents.log_d[i]), share)
     if state.config.task == "regression":
         value = value / residual.shape[1]  # every output is an observation, and N counts them
+    value = _magnified(state, value)
     found = state.particles.differentiate(i, value, *leaf, into=state.scores, retain_graph=True, add=add)
     return found[0] if found and found[0] is not None else torch.zeros_like(state.latents.logits[i])
 
 
 def _advance_under_prior(state: RunState, scales: Scales, z: Tensor, through: Tensor) -> None:
     """Slab by its score, spike as a proximal step: stable however narrow it is (Section 1, stiffness)."""
-    c, rows, at = state.config, state.particles.rows, scales.at
-    learnable = state.learnable[at]
-    soft = state.phase == "soft"
-    slab, spike = state.latents.prior_pulls(rows, z, state.knobs[1], soft=soft)
+    c, rows, n = state.config, state.particles.rows, state.place.particles
+    values = scales.take(rows)
+    sizes, soft = scales.of_values(values), state.phase == "soft"
+    slab, spike = state.latents.prior_pulls(sizes, z, state.knobs[1], soft=soft)
     # minus the slab's score, which has no matrix of its own
-    pull = scales.at_coordinates(slab) * rows[:, at] * learnable
+    pull = _learning(state, scales.at_coordinates(slab) * values)
     if soft:
-        state.latents.gate_gradient(rows, z, through, state.knobs[1], state.knobs[2])
+        state.latents.gate_gradient(sizes, z, through, state.knobs[1], state.knobs[2])
     if state.gaussian:
-        state.scores[:, at] -= pull
+        scales.add(state.scores, pull, -1.0)
         _advance(state)
     else:
-        state.particles.gradients[:, at] += pull  # whose negative is then the score of the whole posterior
-        _advance(state, at, pull)
-    lr = state.rate if state.rates is None else state.rate[at]  # type: ignore[index]
-    if state.own_update is not None:
-        reach = lr * (c.beta / state.place.particles)
-    elif c.optimizer == "adamw":  # its steps are means of gradients, over their root mean square
-        reach = lr * (c.beta / state.place.particles) / adam_root(state.second[:, at], state.corrections[1])
-    else:
-        reach = lr * (c.beta / (state.place.particles * (1 - c.momentum)))
-    pull = reach * scales.at_coordinates(spike) * (learnable & state.healthy)
-    rows[:, at] = spike_and_slab.proximal_spike(rows[:, at], pull)
+        scales.add(state.particles.gradients, pull)  # whose negative is then the score of the whole posterior
+        _advance(state, scales, pull)
+    lr = state.rate if state.rates is None else state.rate[scales.at]  # type: ignore[index]
+    adam = c.optimizer == "adamw" and state.own_update is None
+    # Adam's steps are means of gradients, over their root mean square
+    reach = lr * (c.beta / (n if adam or state.own_update is not None else n * (1 - c.momentum)))
+    second = scales.take(state.second) if adam else None
+    pull, values = _learning(state, scales.at_coordinates(spike * state.sound)), scales.take(rows)
+    state.shrink(values, pull, second, reach, state.corrections[1])
+    scales.put(rows, values)
 
 
-def _advance(state: RunState, at: Tensor | None = None, excess: Tensor | None = None) -> None:
+def _learning(state: RunState, values: Tensor) -> Tensor:
+    """(n, K) -> (n, K): 0 where a gated weight stands still."""
+    return values if state.frozen_units is None else values.masked_fill_(state.frozen_units, 0)
+
+
+def _advance(state: RunState, scales: Scales | None = None, excess: Tensor | None = None) -> None:
     """Equations 14 and 15: kernel weights of every block, then one fused update.
 
-    `excess` (n, K) at the coordinates `at` (K,) of the gradients belongs to the score alone.
+    `excess` (n, K) at the coordinates of `scales` in the gradients belongs to the score alone.
     """
     c, rows, gradients = state.config, state.particles.rows, state.particles.gradients
     scores = state.scores if state.gaussian else None
@@ -252,23 +262,26 @@ def _advance(state: RunState, at: Tensor | None = None, excess: Tensor | None = 
         weights = stein.pair_weights(rows, **_kernel(state, len(rows)))
     beta, decay = 0.0 if state.gating is None else c.beta, c.weight_decay or 0.0
     if c.optimizer == "adamw" or state.own_update is not None:
-        drive = state.driven(rows, gradients, scores, weights, index, state.moving, beta)
-        if at is not None and excess is not None:
-            drive[:, at] -= excess
+        # particles that do not interact need their gradients no more; compiled kernels must not see one matrix twice
+        alone = scores is None and not weights and rows.device.type == "cpu"
+        drive = gradients if alone else torch.empty_like(gradients)
+        state.drive(drive, rows, gradients, scores, weights, index, state.moving, beta)
+        if scales is not None and excess is not None:
+            scales.add(drive, excess, -1.0)
         if state.own_update is not None:
             return state.own_update(drive)
         state.adamw(
             rows, drive, state.momentum, state.second, state.decayed, state.moving, state.rate, state.corrections,
-            state.healthy, decay, c.momentum,
+            state.sound, decay, c.momentum,
         )  # fmt: skip
         return None
     state.update(
         rows, gradients, state.momentum, scores, weights, index, state.decayed, state.moving, state.rate,
-        state.healthy, decay, beta, c.momentum,
+        state.sound, decay, beta, c.momentum,
     )  # fmt: skip
-    if at is not None and excess is not None:
-        rate = state.rate if state.rates is None else state.rate[at]  # type: ignore[index]
-        correct_rows(rows, state.momentum, at, excess, rate, state.healthy, c.momentum)
+    if scales is not None and excess is not None:
+        rate = state.rate if state.rates is None else state.rate[scales.at]  # type: ignore[index]
+        correct_rows(rows, state.momentum, scales.at, excess, rate, state.sound, c.momentum)
     return None
 
 
@@ -290,6 +303,11 @@ def _direction(state: RunState, scores: Tensor) -> Tensor:
         state.mirror = state.mirror or Mirror(axis, rows, state.moving)
         rows, scores = state.mirror(rows, scores)
     return stein.direction(rows, scores, own=state.place.own, **_kernel(state, len(rows)))
+
+
+def _magnified(state: RunState, value: Tensor) -> Tensor:
+    """A value as large as a float16 backward pass can bear."""
+    return value if state.loss_scale is None else value * state.loss_scale.factor
 
 
 def _scaled(mean: Tensor, share: float) -> Tensor:

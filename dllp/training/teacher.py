@@ -8,6 +8,7 @@ pseudo-observations: a likelihood that shares the task loss has them too, equati
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dllp.config import Config
+from dllp.devices.device import HALF
 from dllp.devices.mesh import Axis
 from dllp.errors import StructureError
 from dllp.method import likelihood
@@ -57,12 +59,12 @@ class Teacher:
 
     @torch.no_grad()
     def _predict(self, objective: Objective, x: Any, y: Any) -> Taught:
-        bf16 = self.config.precision == "bfloat16"
+        half = HALF.get(self.config.precision)
         # cast weights must not be cached: a captured graph would free them
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):
+        with torch.autocast(self._device.type, half, cache_enabled=False) if half else nullcontext():
             found = objective(self.network, x, y)
         output = needed(found.output)
-        return Taught(softened(output.float() if bf16 else output, self.config), found.hidden)
+        return Taught(softened(output.float() if half else output, self.config), found.hidden)
 
 
 @dataclass(frozen=True)

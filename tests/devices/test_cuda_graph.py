@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -192,6 +193,20 @@ def test_graphs_of_parts_and_of_recomputed_blocks_are_eager_steps(
     assert graph.history[-1].engine == "graph" and not graph.forward._streams
     for step, (a, b) in enumerate(zip(expected, found, strict=True)):
         assert torch.equal(a, b), f"step {step}"
+
+
+@cuda
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("engine", ["graph", "eager"])
+def test_float16_scales_its_loss_and_skips_what_overflows(engine: str, optimizer: str) -> None:
+    lr = 0.02 if optimizer == "sgd" else 0.001
+    state, rows = train(engine, precision="float16", optimizer=optimizer, lr=lr)
+    factor, row, skipped = state.loss_scale.values.tolist()  # type: ignore[union-attr]
+    assert state.history[-1].engine == engine and bool(state.healthy) and bool(rows[-1].isfinite().all())
+    assert factor == 2.0 ** (16 - skipped) and row <= STEPS - skipped and skipped < STEPS / 2
+    still = sum(torch.equal(a, b) for a, b in pairwise(rows))
+    assert still == skipped or still == skipped - 1  # one may be the first
 
 
 @cuda

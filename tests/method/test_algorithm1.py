@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from dllp.config import Config
 from dllp.devices.device import cast_like_autocast
-from dllp.method import algorithm1, schedule, spike_and_slab
-from dllp.method.update import compiled, correct_rows, update_rows
+from dllp.method import algorithm1, schedule, spike_and_slab, stein, update
+from dllp.method.update import adamw_rows, compiled, correct_rows, drive_rows, in_strips, update_rows
 from dllp.prepare import make_gating
 from dllp.training import latents
 from dllp.training.particles import Particles
@@ -296,10 +296,30 @@ def test_the_update_is_compiled_for_every_network_of_a_long_process(monkeypatch:
     for size in range(20, 32):  # more shapes than PyTorch compiles one function for
         found, expected = torch.ones(2, 1, size), torch.ones(2, 1, size)
         every, rest = torch.ones(1, size, dtype=torch.bool), (torch.tensor(0.3), torch.tensor(True), 0.1, 0.0, 0.8)
-        for update, (rows, momentum) in ((compiled(update_rows), found), (update_rows, expected)):
-            update(rows, torch.ones(1, size), momentum, None, (), None, every[0], every, *rest)
+        for moved, (rows, momentum) in ((compiled(update_rows), found), (update_rows, expected)):
+            moved(rows, torch.ones(1, size), momentum, None, (), None, every[0], every, *rest)
         assert torch.equal(found, expected)
     assert len(graphs) == 12
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+@pytest.mark.parametrize("blocks", [(48, 96, 48), (192,), "coordinate"])
+def test_strips_of_columns_are_the_whole(blocks: Any, healthy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, with matrices, vectors and weights of blocks; and nothing moves where a number broke."""
+    monkeypatch.setattr(update, "STRIP", 100)
+    rows, gradients, first, second = torch.randn(4, 2, 192, generator=torch.Generator().manual_seed(0))
+    known = stein.block_index(blocks) if blocks != "coordinate" else blocks
+    weights = stein.pair_weights(rows, num_data=10, blocks=known)
+    index = known.index if isinstance(known, stein.BlockIndex) else None
+    decayed, moving, sound = torch.arange(192) % 3 > 0, torch.rand(2, 192) > 0.1, torch.tensor(healthy)
+    found = []
+    for made in (in_strips, lambda function: function):
+        drive, values, a, b = torch.empty_like(rows), rows.clone(), first.clone(), second.abs()
+        made(drive_rows)(drive, values, gradients, None, weights, index, moving, 0.3)
+        made(adamw_rows)(values, drive, a, b, decayed, moving, 0.01, (0.1, 0.03), sound, 0.1, 0.9)
+        made(update_rows)(values, gradients, a, None, weights, index, decayed, moving, 0.1, sound, 0.1, 0.3, 0.9)
+        found.append(torch.stack([drive, values, a, b]))
+    assert torch.equal(*found) and torch.equal(found[0][1], rows) is not healthy
 
 
 @pytest.mark.parametrize("healthy", [True, False])
@@ -330,7 +350,7 @@ def test_weights_are_rounded_as_autocast_would() -> None:
 
     network = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), Doubled(3, 4, 3), nn.Flatten(), nn.Linear(64, 5))
     weights = {name: 1.1 * p.detach() for name, p in network.named_parameters() if name.endswith("weight")}
-    early = cast_like_autocast(network, weights)
+    early = cast_like_autocast(network, weights, torch.bfloat16)
     assert {n: v.dtype for n, v in early.items()} == {
         "0.weight": torch.bfloat16, "2.weight": torch.float32, "4.weight": torch.bfloat16,
     }  # fmt: skip

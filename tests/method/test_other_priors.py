@@ -83,7 +83,8 @@ def test_pulls_carry_a_scales_score_to_its_coordinates() -> None:
     leaf = rows.clone().requires_grad_()
     rms = (leaf[:, at].square().sum(-1) / scales.count + 1e-30).sqrt()
     (expected,) = torch.autograd.grad(other_priors.laplace_log_prob(rms, 0.3).sum(), leaf)
-    pull = scales.pulls(rows, other_priors.laplace_score(scales.of(rows), 0.3))
+    sizes = scales.of(rows)
+    pull = scales.pulls(sizes, other_priors.laplace_score(sizes, 0.3))
     found = torch.zeros_like(rows)
     found[:, at] = -pull[..., None] * rows[:, at]
     torch.testing.assert_close(found, expected)
@@ -185,6 +186,6 @@ def test_a_prior_is_of_sizes(name: str) -> None:
     other[:, at[::3]] *= -1
     gates = torch.ones_like(belief.logits), torch.ones(())
     torch.testing.assert_close(
-        belief.prior_pulls(other, *gates, soft=True)[0], belief.prior_pulls(rows, *gates, soft=True)[0]
+        *(belief.prior_pulls(belief._gating.scales.of(each), *gates, soft=True)[0] for each in (other, rows))
     )
     torch.testing.assert_close(belief.log_prior(other), belief.log_prior(rows))

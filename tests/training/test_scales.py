@@ -128,3 +128,23 @@ def test_sums_and_spread() -> None:
     # one is the other's transpose
     other = torch.tensor([[0.5, -1, 2], [1, 1, 4]])
     torch.testing.assert_close((scales.spread(other) * values).sum(), (other * scales.module_sums(values)).sum())
+
+
+def test_long_runs_of_coordinates_are_copied_as_one() -> None:
+    """Heads, neurons and scattered weights in one list: reading, writing and adding are those of single numbers."""
+    at = torch.cat([torch.arange(700, 1300), torch.arange(10, 600, 2), torch.arange(2000, 2300)])
+    unit = torch.cat([torch.zeros(600), torch.arange(1, 6).repeat_interleave(59), torch.full((300,), 6)]).long()
+    scales = Scales.of_pairs(unit, at, ("a",), (7,), 2999, torch.device("cpu"))
+    assert sum(isinstance(piece, slice) for piece, _ in scales.pieces) == 2 and not torch.equal(scales.at, at)
+    rows = torch.randn(2, 3000)
+    assert torch.equal(scales.take(rows), rows[:, scales.at])
+    values, written, added = torch.randn(2, len(at)), rows.clone(), rows.clone()
+    scales.put(written, values)
+    scales.add(added, values, -1.0)
+    assert torch.equal(scales.take(written), values) and torch.equal(scales.take(added), scales.take(rows) - values)
+    rest = torch.ones(3000, dtype=torch.bool)
+    rest[at] = False
+    assert torch.equal(written[:, rest], rows[:, rest]) and torch.equal(added[:, rest], rows[:, rest])
+    found = torch.zeros(1, 3000)
+    scales.put(found, scales.at_coordinates(torch.arange(7.0)[None]))
+    assert torch.equal(found[0, at], unit.float())

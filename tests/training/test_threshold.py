@@ -74,7 +74,7 @@ def test_open_weights_are_under_the_slab_and_shut_ones_under_the_spike() -> None
     found = latents()
     rows = torch.zeros(2, int(found.gating.scales.coordinates.max()) + 2)  # type: ignore[union-attr]
     z = (torch.arange(found.logits.numel()).reshape(found.logits.shape) % 2).float()
-    slab, spike = found.prior_pulls(rows, z, torch.tensor(0.5), soft=True)
+    slab, spike = found.prior_pulls(found.gating.scales.of(rows), z, torch.tensor(0.5), soft=True)
     torch.testing.assert_close(slab, z * 20.0**2 / 100)
     torch.testing.assert_close(spike, (1 - z) * 300.0**2 / 100)
 
@@ -83,7 +83,8 @@ def test_open_weights_are_under_the_slab_and_shut_ones_under_the_spike() -> None
 def test_no_spike_while_gates_are_open(granularity: str) -> None:
     found = latents(granularity="weight", draw_gates=granularity == "channel")
     rows = torch.zeros(2, int(found.gating.scales.coordinates.max()) + 2)  # type: ignore[union-attr]
-    _, spike = found.prior_pulls(rows, torch.ones_like(found.logits), torch.tensor(1.0), soft=False)
+    sizes = found.gating.scales.of(rows)
+    _, spike = found.prior_pulls(sizes, torch.ones_like(found.logits), torch.tensor(1.0), soft=False)
     assert not bool(spike.any())
 
 

