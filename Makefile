@@ -33,7 +33,7 @@ $(STAMP): $(RUNS)
 	@touch $@
 
 demo: $(RUNS) ## Prune a small network on embedded data to 20% of its FLOPs
-	$(BIN)/dllp prune --data digits --model small_cnn --keep-flops 0.2 --particles 2 --granularity channel --out runs/demo --overwrite
+	$(BIN)/dllp prune --data digits --model small_cnn --keep-flops 0.2 --particles 2 --granularity channel --threads 1 --out runs/demo --overwrite
 
 test: lint types layers ## Lint, types, layers, and all tests but the slow ones, with coverage
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not zoo" --cov --cov-report=term --cov-fail-under=95
