@@ -141,14 +141,14 @@ def fingerprint(state: RunState) -> str:
 
 
 def _tensors(state: RunState) -> Iterator[tuple[str, Tensor]]:
-    belief, particles = state.latents, state.particles
+    latents, particles = state.latents, state.particles
     yield from (("rows", particles.rows), ("momentum", state.momentum), ("statistics", state.statistics))
     if state.config.optimizer == "adamw":
         yield "second", state.second
     if state.loss_scale is not None:
         yield "loss_scale", state.loss_scale.values
-    yield from (("logits", belief.logits), ("log_slab", belief.log_slab), ("log_d", belief.log_d))
-    yield from (("multiplier", belief.multiplier), ("gap", belief.gap))
+    yield from (("logits", latents.logits), ("log_slab", latents.log_slab), ("log_d", latents.log_d))
+    yield from (("multiplier", latents.multiplier), ("gap", latents.gap))
 
 
 def _buffers(state: RunState) -> Iterator[tuple[str, dict[str, Tensor]]]:

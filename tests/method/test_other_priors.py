@@ -179,13 +179,13 @@ def test_a_prior_is_of_sizes(name: str) -> None:
     data = (torch.randn(32, 1, 8, 8), torch.arange(32) % 10)
     config = Config(keep_flops=0.5, epochs=1, batch_size=32, prior=name)  # type: ignore[arg-type]
     dllp.prune(small_cnn(), data, config, on_start=found.append)
-    belief, rows = found[0].latents, found[0].particles.rows.clone()
-    at = belief._gating.scales.coordinates[:, 0]
+    latents, rows = found[0].latents, found[0].particles.rows.clone()
+    at = latents._gating.scales.coordinates[:, 0]
     rows[:, at] = torch.rand(len(rows), len(at)) + 0.1
     other = rows.clone()
     other[:, at[::3]] *= -1
-    gates = torch.ones_like(belief.logits), torch.ones(())
+    gates = torch.ones_like(latents.logits), torch.ones(())
     torch.testing.assert_close(
-        *(belief.prior_pulls(belief._gating.scales.of(each), *gates, soft=True)[0] for each in (other, rows))
+        *(latents.prior_pulls(latents._gating.scales.of(each), *gates, soft=True)[0] for each in (other, rows))
     )
-    torch.testing.assert_close(belief.log_prior(other), belief.log_prior(rows))
+    torch.testing.assert_close(latents.log_prior(other), latents.log_prior(rows))
