@@ -68,7 +68,7 @@ NORM = 1e-12
 
 @dataclass(frozen=True)
 class Options:
-    """What the runs of a call have in common."""
+    """Settings that the runs of a call share."""
 
     data_root: str
     device: str
@@ -282,7 +282,7 @@ def prune(options: Options, arm: str, seed: int, multiple: int, lines: list[dict
 
 
 def run_of(options: Options, arm: str, seed: int, multiple: int) -> dict[str, Any]:
-    """What tells a run from others."""
+    """The settings that tell a run from others."""
     run: dict[str, Any] = dict(arm=arm, seed=seed, round_to=multiple, keep=options.keep_flops, epochs=options.epochs)
     if arm in GATED or arm.startswith("own"):
         run |= options.changes

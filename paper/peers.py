@@ -47,7 +47,7 @@ CHANNELS = 8
 
 @dataclass(frozen=True)
 class Task:
-    """What a peer is given beside a network: its structure, an example, training batches, and the FLOPs allowed."""
+    """The setting of a peer beside its network: the structure, an example, training batches, and the FLOPs allowed."""
 
     structure: Structure
     example: Tensor
@@ -85,7 +85,7 @@ class Peer(ABC):
 
     @property
     def recipe(self) -> str:
-        """What its epochs are, where they are not all fine-tuning."""
+        """The kinds of its epochs, where they are not all fine-tuning."""
         return "a third of its epochs with its regulariser before the cut" if self.strength else ""
 
     @abstractmethod

@@ -151,7 +151,7 @@ def _is_index(value: Any) -> bool:
 
 
 def _strip(value: Any, part: slice, columns: int) -> Any:
-    """What belongs to some columns of an argument: all of it where it is no matrix or vector of columns."""
+    """Part of an argument that belongs to some columns: all of it where it is no matrix or vector of columns."""
     if isinstance(value, tuple):
         return tuple(_strip(each, part, columns) for each in value)
     if not isinstance(value, Tensor) or not value.dim():

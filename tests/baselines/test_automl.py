@@ -50,7 +50,7 @@ def bottleneck(seed: int) -> Scene:
 
 
 def passed_on(counts: Sequence[int]) -> float:
-    """What `bottleneck` pays: the classes that its narrowest layer passes on."""
+    """The reward of `bottleneck`: the classes that its narrowest layer passes on."""
     return min(min(counts) / CLASSES, 1.0) - 1
 
 

@@ -1,4 +1,4 @@
-"""What magnitude, Taylor, ShortGPT and Wanda remove, against what their descriptions say."""
+"""Units that magnitude, Taylor, ShortGPT and Wanda remove, against the descriptions of these methods."""
 
 from __future__ import annotations
 
