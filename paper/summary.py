@@ -16,10 +16,10 @@ from dllp import files
 from dllp.baselines import find_any as find_baseline
 from dllp.errors import ArtifactError
 from dllp.report.page import markdown_table
-from paper import colour, figures_2_5, figures_3_4, pretrained, reliability, render
 from paper.jobs import data_text, epochs_after_cut
-from paper.render import Lines, distinct, made_by, provenance
 from paper.store import FIGURES, SUPERSEDED, WHY, Store
+from paper.summaries import colour, figures_2_5, figures_3_4, pretrained, reliability, render
+from paper.summaries.render import Lines, distinct, made_by, provenance
 from paper.tables import Quoted, Row, Table, Variant
 
 SUMMARY, MARKDOWN, PICTURE = "summary.json", "table.md", "picture.svg"

@@ -8,8 +8,8 @@ from typing import Any
 
 from dllp import files
 from dllp.report.page import markdown_table
-from paper.render import made_by, plus_minus, provenance, spread
 from paper.store import Store
+from paper.summaries.render import made_by, plus_minus, provenance, spread
 from paper.summary import MARKDOWN, SUMMARY
 from paper.tables import Variant
 from paper.transformers.rows import NAME, TASKS, Row, digest, rows

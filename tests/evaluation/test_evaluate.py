@@ -18,7 +18,7 @@ from dllp.evaluation import evaluate, metrics
 from dllp.method import efficiency
 from dllp.posterior import Posterior
 from dllp.records import Size
-from paper.prediction_metrics import from_probabilities
+from paper.summaries.prediction_metrics import from_probabilities
 
 DISK = {"dense": 1000, "particle 1": 100, "particle 2": 200}
 

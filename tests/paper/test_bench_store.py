@@ -13,8 +13,8 @@ import torch
 
 from dllp.errors import ArtifactError
 from dllp.evaluation import metrics
-from paper.prediction_metrics import probabilities
 from paper.store import LABELS, Store, shortened
+from paper.summaries.prediction_metrics import probabilities
 
 
 def line(digest: str, seed: int = 0, **more: Any) -> dict[str, Any]:

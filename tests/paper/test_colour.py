@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from dllp.data import ArrayData, load
-from paper import colour, tables
+from paper import tables
 from paper.__main__ import main
 from paper.coloured_digits import CORRELATED, DATA, HUES, RANDOM, REVERSED, load_data, mirrored, painted
 from paper.jobs import Runner
 from paper.store import CLEAN, Store
+from paper.summaries import colour
 from paper.tables import Variant
 from tests.support.commands import one_line
 

@@ -13,8 +13,9 @@ from dllp import zoo
 from dllp.structure.groups import discover
 from dllp.training.gating import WeightGating
 from dllp.training.particles import Particles
-from paper import figures_2_5, jobs, masks, pretrained, summary, tables
+from paper import jobs, masks, summary, tables
 from paper.jobs import Job, Runner
+from paper.summaries import figures_2_5, pretrained
 from paper.tables import Row, Table, Variant
 from tests.support.short_runs import DIGITS
 

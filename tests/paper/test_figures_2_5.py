@@ -15,9 +15,10 @@ from dllp.data import load
 from dllp.evaluation import weight_analysis
 from dllp.method import weight_laws
 from paper import __main__ as bench
-from paper import figures_2_5, summary, tables
+from paper import summary, tables
 from paper.jobs import Job, Runner
 from paper.store import Store
+from paper.summaries import figures_2_5
 from paper.tables import Row, Table, Variant
 from tests.support.commands import one_line
 

@@ -15,11 +15,12 @@ import torch
 from dllp.data import load
 from dllp.errors import ArtifactError
 from dllp.evaluation import metrics
-from paper import figures_3_4, reliability, tables
+from paper import tables
 from paper.__main__ import main
 from paper.jobs import Job, Runner
-from paper.prediction_metrics import stored_metrics
 from paper.store import LABELS, Store
+from paper.summaries import figures_3_4, reliability
+from paper.summaries.prediction_metrics import stored_metrics
 from paper.summary import open_store, write_summary
 from paper.tables import Row, Table, Variant
 from tests.support.commands import one_line

@@ -23,9 +23,9 @@ from dllp.posterior import predict_data
 from dllp.report import compare, contents, page
 from dllp.runs.folder import EVALUATION, EXAMPLES, LOG, RUN, SPEED
 from paper import summary, tables
-from paper.figures_3_4 import QUALITIES
-from paper.prediction_metrics import from_probabilities
 from paper.store import LABELS, Store, pack
+from paper.summaries.figures_3_4 import QUALITIES
+from paper.summaries.prediction_metrics import from_probabilities
 
 OPTIONS: dict[str, Any] = dict(keep_flops=0.5, particles=2, epochs=2, batch_size=6, device="cpu", warmup=0)
 

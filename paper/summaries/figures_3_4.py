@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from dllp.report.page import markdown_table
-from paper import render
-from paper.prediction_metrics import PredictionMetrics, stored_metrics
-from paper.render import Lines, made_by, provenance
 from paper.store import CLEAN, OUTSIDE, Store
+from paper.summaries import render
+from paper.summaries.prediction_metrics import PredictionMetrics, stored_metrics
+from paper.summaries.render import Lines, made_by, provenance
 from paper.tables import Table, Variant
 
 QUALITIES = ("sharpen", CLEAN, "gaussian-blur:1", "gaussian-blur:2", "gaussian-blur:3", "gaussian-blur:5")

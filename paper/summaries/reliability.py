@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from dllp.report.page import markdown_table
-from paper import render
-from paper.figures_3_4 import QUALITIES
-from paper.prediction_metrics import Metrics, Versions, from_probabilities, probabilities, stored_metrics
-from paper.render import Lines, made_by, provenance
 from paper.store import CLEAN, OUTSIDE, Store
+from paper.summaries import render
+from paper.summaries.figures_3_4 import QUALITIES
+from paper.summaries.prediction_metrics import Metrics, Versions, from_probabilities, probabilities, stored_metrics
+from paper.summaries.render import Lines, made_by, provenance
 from paper.tables import Table, Variant
 
 SHOWN = {

@@ -19,10 +19,10 @@ import scipy
 from dllp.evaluation import weight_analysis
 from dllp.method import weight_laws
 from dllp.report.page import markdown_table
-from paper import render
 from paper.jobs import epochs_after_cut
-from paper.render import Lines, made_by, provenance
 from paper.store import Store
+from paper.summaries import render
+from paper.summaries.render import Lines, made_by, provenance
 from paper.tables import Table, Variant
 
 RATIO, DIP_P, DISTANCE = (0.75, 1.3), 0.05, 0.05

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from dllp.evaluation.evaluate import class_uncertainty, classified, separation
 from dllp.report.page import markdown_table
-from paper import render
 from paper.coloured_digits import CORRELATED, RANDOM, REVERSED, RULES, mirrored, painting
-from paper.prediction_metrics import Metrics, Versions, probabilities
-from paper.reliability import CLEAR, Contender, cell, mean, row
-from paper.render import Lines, made_by, provenance
 from paper.store import CLEAN, Store
+from paper.summaries import render
+from paper.summaries.prediction_metrics import Metrics, Versions, probabilities
+from paper.summaries.reliability import CLEAR, Contender, cell, mean, row
+from paper.summaries.render import Lines, made_by, provenance
 from paper.tables import Table, Variant
 
 CONTENDERS = (
