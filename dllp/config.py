@@ -209,7 +209,7 @@ class Optimizer:
         sync_batch_norm: Batch norms see the whole batch where processes share it; otherwise each its own shard.
         optimizer: `sgd` with Nesterov momentum, or `adamw`, equation 15 divided by Adam's second moment.
         lr: Peak learning rate; `lr_end` closes the cosine, after `warmup` epochs of linear rise, half the run at most.
-            By default 0.1 to 0.001; for a trained network it follows the batch.
+            By default 0.1 to 0.001; for a trained network it follows data and batch.
         momentum: Nesterov momentum; Adam's first inertia.
         weight_decay: Shrinkage of whatever the prior does not shrink; of `adamw` apart from the gradient.
         lr_gates: Adam's rate for gate logits.

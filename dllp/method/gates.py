@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 INITIAL_LOGIT = 3.0
-"""Logit of every gate at the start: 95% open."""
+"""Logit of a gate at the start, 95% open; gates with a threshold begin at 0."""
 DUAL_STEP = {"channel": 0.02, "weight": 0.2}
 """Step of the budget's multiplier; many single weights need a faster one than channels."""
 GAP_PENALTY = {"channel": 10.0, "weight": 50.0}
