@@ -1,9 +1,9 @@
-"""Variants of a table's row on held-out training images; one dense network a seed, trained once, serves them all.
+"""Variants of a table's rows on held-out training images; one dense network a seed, trained once, serves them all.
 
-    python benchmarks/variants.py --row given-channel-55 --data-root DIR --vary lr=0.2 --vary lr=0.05 --out FILE
+    python benchmarks/variants.py --data-root DIR --try given-channel-55 --try given-channel-55 lr=0.2 --out FILE
 
-The first variant is the row as it is. One line of JSON for each run is appended to --out; a run whose line is there is
-not run again. No test image is read: every network is judged on the images that `--validation` holds out.
+Each `--try` is a row and what differs from it. One line of JSON for each run is appended to --out; a run whose line is
+there is not run again. No test image is read: every network is judged on the images that `--validation` holds out.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from paper.provenance import now
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", default="table1")
-    parser.add_argument("--row", required=True)
-    parser.add_argument("--vary", nargs="+", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--try", nargs="+", action="append", required=True, metavar="WORD", dest="tries",
+                        help="the name of a row, then settings NAME=VALUE")  # fmt: skip
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--validation", type=int, default=10_000)
     parser.add_argument("--epochs", type=int, help="of a quick try")
@@ -40,17 +40,17 @@ def main() -> None:
     runner = Runner(load(table.data, root=options.data_root), everywhere=False, **machine)
     variant = tables.Variant(options.epochs, options.validation)
     for seed in options.seeds:
-        for words in [[], *options.vary]:
+        for row, *words in options.tries:
             settings = tables.settings(words)
-            (planned,) = table.set(settings, [options.row]).plan([options.row], [seed], variant)
+            (planned,) = table.set(settings, [row]).plan([row], [seed], variant)
             for job in (planned.job.dense, planned.job) if planned.job.pretrain else (planned.job,):
                 if job.digest in known:
                     continue
                 known.add(job.digest)
                 line = runner.run(job).line | {"date": now(), "command": " ".join(["variants.py", *sys.argv[1:]])}
                 with out.open("a") as file:
-                    file.write(json.dumps({"row": options.row, "vary": settings, **line}) + "\n")
-                print(f"{job.method} {options.row} seed {seed} {' '.join(words)}: {in_short(line)}", flush=True)
+                    file.write(json.dumps({"row": row, "vary": settings, **line}) + "\n")
+                print(f"{job.method} {row} seed {seed} {' '.join(words)}: {in_short(line)}", flush=True)
 
 
 if __name__ == "__main__":
