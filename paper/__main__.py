@@ -38,8 +38,8 @@ examples:
       ResNet-50 on a folder of your own, train/<class>/*.jpg and val/<class>/*.jpg, streamed where it is large
   dllp bench figure3; dllp bench figure4; dllp bench reliability
       how uncertain pruned networks are; runs that another bench has finished are taken over
-  dllp bench colour
-      digits whose colours mislead: minutes on a CPU, no data to fetch
+  dllp bench colour; dllp bench ablation-digits
+      digits whose colours mislead, and what each setting is worth on digits: on a CPU, no data to fetch
   dllp bench transformers --texts texts --models models --rows 'trec-*' --seeds 0
       MiniLM, SmolLM2, a ViT and a U-Net against other methods; paper/transformers/texts.py names the files
   dllp bench table1 --rows tuned-cp-55 --again 'its LASSO path is another one now'

@@ -18,7 +18,7 @@ from dllp.errors import ArtifactError
 from dllp.report.page import markdown_table
 from paper.jobs import data_text, epochs_after_cut
 from paper.store import FIGURES, SUPERSEDED, WHY, Store
-from paper.summaries import colour, figures_2_5, figures_3_4, pretrained, reliability, render
+from paper.summaries import ablation, colour, figures_2_5, figures_3_4, pretrained, reliability, render
 from paper.summaries.render import Lines, distinct, made_by, provenance
 from paper.tables import Quoted, Row, Table, Variant
 
@@ -205,6 +205,19 @@ def pretrained_markdown(table: Table, summary: dict[str, Any]) -> str:
     return "\n\n".join([title, *pretrained.grids(summary["rows"]), *rest])
 
 
+def summarise_ablation(table: Table, lines: Lines, variant: Variant, store: Store) -> dict[str, Any]:
+    """Any table's summary, and what each departure from the recipe is worth."""
+    members = {row.name: list(table.members(row, lines, variant)) for row in table.rows}
+    return {**summarise(table, lines, variant, store), "worth": ablation.worth(members)}
+
+
+def ablation_markdown(table: Table, summary: dict[str, Any]) -> str:
+    """Differences to the recipe, then the rows as in any table."""
+    title, *rest = markdown(table, summary).split("\n\n")
+    titles = {row.name: row.title or row.name for row in table.rows}
+    return "\n\n".join([title, *ablation.differences(summary["worth"], titles), *rest])
+
+
 def _measured(row: dict[str, Any]) -> list[str]:
     several = row["particles"] > 1
     method = row["title"] or METHODS.get(row["method"]) or find_baseline(row["baseline"]).title
@@ -296,6 +309,7 @@ KINDS = {
     "figure4": (figures_3_4.figure4, figures_3_4.markdown, figures_3_4.draw),
     "figure5": (figures_2_5.summarise, figures_2_5.markdown, figures_2_5.draw),
     "reliability": (reliability.summarise, reliability.markdown, reliability.draw),
+    **dict.fromkeys(("ablation", "ablation-digits"), (summarise_ablation, ablation_markdown, None)),
     "colour": (colour.summarise, colour.markdown, colour.draw),
     "pretrained": (summarise, pretrained_markdown, None),
 }

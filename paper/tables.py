@@ -560,6 +560,9 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 FEWER = ("particles", "beta", "blocks")
 """Settings that are varied on the larger network too."""
+RECIPE = "recipe"
+"""End of the name of the row that rows with the same beginning are compared with."""
+TEN = tuple(range(10))
 
 
 def _ablation() -> Table:
@@ -567,22 +570,48 @@ def _ablation() -> Table:
     channel, weight = Job("resnet20", "dllp", keep=kept("55")), Job("resnet20", "dllp", "weight", kept("90"))
     large = replace(channel, network="resnet56")
     rows = [Row("dense", Job("resnet20", "dense"), TWO)]
-    rows += _one_by_one("channel", channel, FACTORS) + _one_by_one("weight", weight, FACTORS)
-    rows += [Row("resnet56-dense", Job("resnet56", "dense"), TWO), *_one_by_one("resnet56", large, FEWER)]
+    rows += _one_by_one("channel", channel, FACTORS, TWO) + _one_by_one("weight", weight, FACTORS, TWO)
+    rows += [Row("resnet56-dense", Job("resnet56", "dense"), TWO), *_one_by_one("resnet56", large, FEWER, TWO)]
     title = "Ablation: one setting at a time, ResNet-20 and ResNet-56 on CIFAR-10"
     return Table("ablation", title, tuple(rows), sources=("table1",))
 
 
-def _one_by_one(name: str, job: Job, factors: Iterable[str]) -> list[Row]:
+def _ablation_digits() -> Table:
+    """The same on digits, and controls of the same cost: minutes on a CPU, so that there can be many seeds."""
+    shared: dict[str, Any] = {"epochs": 30, "changes": {"batch_size": 64}}
+    dense = Job("small_cnn", "dense", **shared)
+    channel, weight = (
+        Job("small_cnn", "dllp", granularity, kept("90"), **shared) for granularity in ("channel", "weight")
+    )
+    thin = replace(channel, method="thin")
+    rows = [Row("dense", dense, TEN), Row("dense-n2", _changed(dense, particles=2), TEN, title="2 dense networks")]
+    rows += _one_by_one("channel", channel, FACTORS, TEN)
+    rows += [
+        Row("channel-thin", thin, TEN, title="thin network from scratch"),
+        Row("channel-thin-n2", _changed(thin, particles=2), TEN, title="2 thin networks from scratch"),
+    ]
+    rows += _one_by_one("weight", weight, FACTORS, TEN)
+    for mask, title in MASKS.items():
+        rows.append(Row(f"weight-mask-{mask}", replace(weight, method="masked", mask=mask), TEN, title=title))
+    title = "Ablation: one setting at a time, a small network on digits, 90% of the FLOPs removed"
+    return Table("ablation-digits", title, tuple(rows), data="digits")
+
+
+def _one_by_one(name: str, job: Job, factors: Iterable[str], seeds: tuple[int, ...]) -> list[Row]:
+    """The recipe, then a row for each other value of each factor; all of them are named `name`-something."""
     kind, own = f"DLLP {job.granularity}", job.config.resolved()
-    rows = [Row(f"{name}-recipe", job, TWO, title=f"{kind}, recipe")]
+    rows = [Row(f"{name}-{RECIPE}", job, seeds, title=f"{kind}, recipe")]
     for factor in factors:
         for value in FACTORS[factor]:
             if value != getattr(own, factor):
                 text = _as_json(value).removesuffix(".0")
-                changed = replace(job, changes={factor: value})
-                rows.append(Row(f"{name}-{factor}-{text}", changed, TWO, title=f"{kind}, {factor} = {text}"))
+                changed = _changed(job, **{factor: value})
+                rows.append(Row(f"{name}-{factor}-{text}", changed, seeds, title=f"{kind}, {factor} = {text}"))
     return rows
+
+
+def _changed(job: Job, **changes: Any) -> Job:
+    return replace(job, changes={**job.changes, **changes})
 
 
 # ---- reliability: Section 4.2.2, Figures 3 and 4
@@ -673,6 +702,7 @@ def _figure5() -> Table:
 
 
 _MADE = (
-    _table1, _table2, _table3, _pretrained, _ablation, _figure2, _figure3, _figure4, _figure5, _reliability, _colour,
+    _table1, _table2, _table3, _pretrained, _ablation, _ablation_digits, _figure2, _figure3, _figure4, _figure5,
+    _reliability, _colour,
 )  # fmt: skip
 TABLES: dict[str, Table] = {made.name: made for made in (make() for make in _MADE)}

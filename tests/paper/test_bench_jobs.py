@@ -169,8 +169,8 @@ def test_settings_reach_the_jobs_that_have_them() -> None:
 
 def test_no_two_jobs_of_both_tables_are_the_same() -> None:
     own = [table for table in tables.TABLES.values() if not table.sources]
-    digests = [planned.job.digest for table in own for planned in table.plan()]
-    assert all(a != b for a, b in itertools.combinations(digests, 2))
+    jobs = [(table.data, planned.job.digest) for table in own for planned in table.plan()]
+    assert all(a != b for a, b in itertools.combinations(jobs, 2))
 
 
 # ---- jobs that start from a trained network: the last epochs by the short preset
@@ -288,13 +288,16 @@ def test_the_papers_letter_is_the_papers_preset(network: str) -> None:
     assert config == Config.paper(**budget)
 
 
-def test_an_ablation_changes_one_setting_at_a_time() -> None:
-    rows = {row.name: row.job for row in tables.TABLES["ablation"].rows}
-    for part in ("channel", "weight", "resnet56"):
+@pytest.mark.parametrize(
+    ("table", "parts"), [("ablation", ("channel", "weight", "resnet56")), ("ablation-digits", ("channel", "weight"))]
+)
+def test_an_ablation_changes_one_setting_at_a_time(table: str, parts: tuple[str, ...]) -> None:
+    rows = {row.name: row.job for row in tables.TABLES[table].rows}
+    for part in parts:
         own = rows[f"{part}-recipe"].config.resolved().as_dict()
         found: dict[str, set[Any]] = {}
         for name, job in rows.items():
-            if name.startswith(part) and name not in (f"{part}-recipe", "resnet56-dense"):
+            if name.startswith(part) and job.method == "dllp" and name != f"{part}-recipe":
                 config = job.config.resolved().as_dict()
                 ((factor, value),) = [(key, value) for key, value in config.items() if value != own[key]]
                 found.setdefault(factor, set()).add(value)
@@ -302,4 +305,8 @@ def test_an_ablation_changes_one_setting_at_a_time() -> None:
         assert {name: values | {own[name]} for name, values in found.items()} == {
             name: set(tables.FACTORS[name]) for name in factors
         }
+
+
+def test_the_ablation_of_the_headline_is_the_headlines_row() -> None:
+    rows = {row.name: row.job for row in tables.TABLES["ablation"].rows}
     assert rows["resnet56-recipe"].digest == Job("resnet56", "dllp", keep=0.45).digest
