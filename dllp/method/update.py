@@ -15,8 +15,6 @@ ADAM_BETA2, ADAM_EPSILON = 0.999, 1e-8
 """Adam's second inertia and the least root it divides by, as in PyTorch; the first inertia is the momentum."""
 STRIP = 1 << 16
 """Columns that are updated at a time on the CPU: what is computed on the way stays in the processor's cache."""
-STRIP = 1 << 16
-"""Columns of a strip: its temporaries lie in a processor's cache."""
 
 
 def score_of(gradients: Tensor, scores: Tensor | None, moving: Tensor) -> Tensor:
