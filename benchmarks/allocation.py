@@ -13,7 +13,6 @@ run again. Arms, each with the same epochs and rates:
     dense-price       the same; it presses by what a unit costs in the dense network, however thin its neighbours are
     progressive       the same; by that times the share of its group that is open, so that wide groups pay more
     no-prior          the same; the prior does not push gates
-    geometric         the same; the prior's scale of a unit is the geometric mean of its norms, not the root mean square
     magnitude-widths  the same; the decision keeps as many units of each group as `magnitude` does
     magnitude         cut at once: global l2 norms over the groups, each group's divided by their mean
     fisher            cut at once: dllp.prune with epochs = 0
@@ -54,16 +53,14 @@ from dllp.structure.groups import Structure, discover
 from dllp.structure.select import select
 from dllp.structure.slicing import cut, recipe
 from dllp.training import latents
-from dllp.training.gating import ChannelGating, Scales
+from dllp.training.gating import ChannelGating
 from dllp.training.latents import Latents
 from dllp.zoo.networks import CifarResNet
 
 HELD = 10_000
-GATED = ("ours", "equal-price", "dense-price", "progressive", "no-prior", "geometric", "magnitude-widths")
+GATED = ("ours", "equal-price", "dense-price", "progressive", "no-prior", "magnitude-widths")
 AT_ONCE = ("magnitude", "fisher", "uniform", "own-mask", "own-widths")
 WIDTHS = "widths:"
-NORM = 1e-12
-"""Smallest factor of a norm whose logarithm counts."""
 
 
 @dataclass(frozen=True)
@@ -203,22 +200,6 @@ def no_prior() -> Iterator[None]:
 
 
 @contextmanager
-def geometric() -> Iterator[None]:
-    """Responsibilities by the geometric mean of a unit's norms in place of their root mean square."""
-    changed = Latents._prior_terms
-
-    def terms(self: Latents, rows: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
-        scales: Scales = self._gating.scales
-        _, logits, slab, spike = changed(self, rows, logits)
-        logs = rows[:, scales.at].abs().clamp_min(NORM).log()
-        sums = torch.cat([part.sum(-1) for part in scales._split(logs)], dim=1)[:, scales.place]
-        return (sums / scales.count).exp(), logits, slab, spike
-
-    with mock.patch.object(Latents, "_prior_terms", terms):
-        yield
-
-
-@contextmanager
 def widths(structure: Structure, counts: list[int]) -> Iterator[None]:
     """The decision keeps so many units of each group, those of the largest logits."""
 
@@ -247,7 +228,7 @@ def prune(options: Options, arm: str, seed: int, multiple: int, lines: list[dict
             "equal-price": partial(priced, structure, torch.ones(structure.units), options.device),
             "dense-price": partial(priced, structure, dense_prices(structure), options.device),
             "progressive": partial(priced, structure, dense_prices(structure), options.device, progressive=True),
-            "no-prior": no_prior, "geometric": geometric,
+            "no-prior": no_prior,
             "magnitude-widths": partial(widths, structure, counts_of(structure, by_norm)),
         }  # fmt: skip
         with switches.get(arm, mock.MagicMock)():
