@@ -61,7 +61,7 @@ def drive_rows(
     drive: Tensor, rows: Tensor, gradients: Tensor, scores: Tensor | None,
     weights: tuple[Tensor, Tensor] | tuple[()], index: Tensor | None, moving: Tensor, beta: float,
 ) -> None:  # fmt: skip
-    """:func:`driven` into `drive` (n, P), which may be the gradients where particles do not interact."""
+    """:func:`driven` into `drive` (n, P)."""
     drive.copy_(driven(rows, gradients, scores, weights, index, moving, beta))
 
 

@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 
 from dllp.config import Counted
 from dllp.errors import StructureError
+from dllp.method.update import STRIP
 from dllp.structure.groups import FilterFn, Structure, allowed
 from dllp.structure.padding import closing_fold, widened
 from dllp.structure.select import select, select_measured
@@ -112,11 +113,6 @@ class Scales:
         found = [rows[:, at] for at, _ in self.pieces]
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
-    def put(self, rows: Tensor, values: Tensor) -> None:
-        """Write (n, K) to the coordinates of (n, P)."""
-        for at, part in self.pieces:
-            rows[:, at] = values[:, part]
-
     def add(self, rows: Tensor, values: Tensor, factor: float = 1.0) -> None:
         """Add (n, K), times a factor, at the coordinates of (n, P)."""
         for at, part in self.pieces:
@@ -133,7 +129,10 @@ class Scales:
         """(n, K) values at the coordinates -> (n, U) scales."""
         if self.single:
             return values
-        sums = [part.sum(-1) for part in self._split(values.square())]
+        # on a CPU some units at a time: a square of everything would be mapped anew by the system at every step
+        strip = STRIP if values.device.type == "cpu" else len(self.at)
+        pieces = [part.split(max(1, strip // part.shape[-1]), dim=-2) for part in self._split(values)]
+        sums = [piece.square().sum(-1) for part in pieces for piece in part]
         return (torch.cat(sums, dim=1)[:, self.place] / self.count).sqrt()
 
     def at_coordinates(self, values: Tensor) -> Tensor:
@@ -141,10 +140,22 @@ class Scales:
         if self.single:
             return values
         result = values.new_empty(len(values), len(self.at))
-        ordered = values[:, self.order].split([units for units, _ in self.parts], dim=1)
-        for target, part in zip(self._split(result), ordered, strict=True):
-            target.copy_(part[..., None])
+        for target, part in zip(self._split(result), self._ordered(values), strict=True):
+            target.copy_(part)
         return result
+
+    def times(self, values: Tensor, factors: Tensor) -> Tensor:
+        """(n, K) times each unit's factor (n, U); in place where units have several coordinates."""
+        if self.single:
+            return values * factors
+        for part, factor in zip(self._split(values), self._ordered(factors), strict=True):
+            part.mul_(factor)
+        return values
+
+    def _ordered(self, values: Tensor) -> list[Tensor]:
+        """(n, U) -> (n, units, 1) for each of `parts`."""
+        ordered = values[:, self.order].split([units for units, _ in self.parts], dim=1)
+        return [part[..., None] for part in ordered]
 
     def pulls(self, scale: Tensor, scores: Tensor) -> Tensor:
         """(n, U) scales and their scores -> (n, U) pulls: minus a pull times its value is a coordinate's own score."""

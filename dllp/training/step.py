@@ -223,23 +223,26 @@ def _advance_under_prior(state: RunState, scales: Scales, z: Tensor, through: Te
     sizes, soft = scales.of_values(values), state.phase == "soft"
     slab, spike = state.latents.prior_pulls(sizes, z, state.knobs[1], soft=soft)
     # minus the slab's score, which has no matrix of its own
-    pull = _learning(state, scales.at_coordinates(slab) * values)
+    pull = _learning(state, scales.times(values, slab))
     if soft:
         state.latents.gate_gradient(sizes, z, through, state.knobs[1], state.knobs[2])
     if state.gaussian:
         scales.add(state.scores, pull, -1.0)
         _advance(state)
     else:
-        scales.add(state.particles.gradients, pull)  # whose negative is then the score of the whole posterior
         _advance(state, scales, pull)
     lr = state.rate if state.rates is None else state.rate[scales.at]  # type: ignore[index]
     adam = c.optimizer == "adamw" and state.own_update is None
     # Adam's steps are means of gradients, over their root mean square
     reach = lr * (c.beta / (n if adam or state.own_update is not None else n * (1 - c.momentum)))
-    second = scales.take(state.second) if adam else None
-    pull, values = _learning(state, scales.at_coordinates(spike * state.sound)), scales.take(rows)
-    state.shrink(values, pull, second, reach, state.corrections[1])
-    scales.put(rows, values)
+    pull = _learning(state, scales.at_coordinates(spike * state.sound))
+    for at, part in scales.pieces:
+        second = state.second[:, at] if adam else None
+        near = rows[:, at]  # a view of a slice, a copy of indexed coordinates
+        far = reach if state.rates is None else reach[part]  # type: ignore[index]
+        state.shrink(near, pull[:, part], second, far, state.corrections[1])
+        if not isinstance(at, slice):
+            rows[:, at] = near
 
 
 def _learning(state: RunState, values: Tensor) -> Tensor:
@@ -247,27 +250,32 @@ def _learning(state: RunState, values: Tensor) -> Tensor:
     return values if state.frozen_units is None else values.masked_fill_(state.frozen_units, 0)
 
 
-def _advance(state: RunState, scales: Scales | None = None, excess: Tensor | None = None) -> None:
+def _advance(state: RunState, scales: Scales | None = None, pull: Tensor | None = None) -> None:
     """Equations 14 and 15: kernel weights of every block, then one fused update.
 
-    `excess` (n, K) at the coordinates of `scales` in the gradients belongs to the score alone.
+    `pull` (n, K) at the coordinates of `scales` is minus the prior's score, of which the loss knows nothing.
     """
     c, rows, gradients = state.config, state.particles.rows, state.particles.gradients
     scores = state.scores if state.gaussian else None
     index = state.blocks.index if isinstance(state.blocks, stein.BlockIndex) else None
     weights: tuple[Tensor, Tensor] | tuple[()] = ()
+    beta, decay = 0.0 if state.gating is None else c.beta, c.weight_decay or 0.0
+    driven = c.optimizer == "adamw" or state.own_update is not None
+    alone = scores is None and len(rows) == 1 and state.place.rows.size == 1
+    if scales is not None and pull is not None and not (driven and alone):
+        scales.add(gradients, pull)  # whose negative is then the score of the whole posterior
     if state.gating is not None and state.place.rows.size > 1:
         scores = _direction(state, score_of(gradients, scores, state.moving))
     elif state.gating is not None and len(rows) > 1:
         weights = stein.pair_weights(rows, **_kernel(state, len(rows)))
-    beta, decay = 0.0 if state.gating is None else c.beta, c.weight_decay or 0.0
-    if c.optimizer == "adamw" or state.own_update is not None:
-        # particles that do not interact need their gradients no more; compiled kernels must not see one matrix twice
-        alone = scores is None and not weights and rows.device.type == "cpu"
-        drive = gradients if alone else torch.empty_like(gradients)
-        state.drive(drive, rows, gradients, scores, weights, index, state.moving, beta)
-        if scales is not None and excess is not None:
-            scales.add(drive, excess, -1.0)
+    if driven:
+        if alone:  # whose direction is its own score; nobody needs its gradients any more
+            drive = gradients.mul_(1 + beta)
+        else:
+            drive = torch.empty_like(gradients)
+            state.drive(drive, rows, gradients, scores, weights, index, state.moving, beta)
+        if scales is not None and pull is not None:
+            scales.add(drive, pull, beta if alone else -1.0)
         if state.own_update is not None:
             return state.own_update(drive)
         state.adamw(
@@ -279,9 +287,9 @@ def _advance(state: RunState, scales: Scales | None = None, excess: Tensor | Non
         rows, gradients, state.momentum, scores, weights, index, state.decayed, state.moving, state.rate,
         state.sound, decay, beta, c.momentum,
     )  # fmt: skip
-    if scales is not None and excess is not None:
+    if scales is not None and pull is not None:
         rate = state.rate if state.rates is None else state.rate[scales.at]  # type: ignore[index]
-        correct_rows(rows, state.momentum, scales.at, excess, rate, state.sound, c.momentum)
+        correct_rows(rows, state.momentum, scales.at, pull, rate, state.sound, c.momentum)
     return None
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import dllp
 from dllp.structure.groups import Structure, discover
 from dllp.structure.slicing import Group, Slice
+from dllp.training import gating
 from dllp.training.gating import Scales, channel_scales
 from dllp.training.particles import Particles
 from tests.support import networks
@@ -131,20 +134,37 @@ def test_sums_and_spread() -> None:
 
 
 def test_long_runs_of_coordinates_are_copied_as_one() -> None:
-    """Heads, neurons and scattered weights in one list: reading, writing and adding are those of single numbers."""
+    """Heads, neurons and scattered weights in one list: reading and adding are those of single numbers."""
     at = torch.cat([torch.arange(700, 1300), torch.arange(10, 600, 2), torch.arange(2000, 2300)])
     unit = torch.cat([torch.zeros(600), torch.arange(1, 6).repeat_interleave(59), torch.full((300,), 6)]).long()
     scales = Scales.of_pairs(unit, at, ("a",), (7,), 2999, torch.device("cpu"))
     assert sum(isinstance(piece, slice) for piece, _ in scales.pieces) == 2 and not torch.equal(scales.at, at)
     rows = torch.randn(2, 3000)
     assert torch.equal(scales.take(rows), rows[:, scales.at])
-    values, written, added = torch.randn(2, len(at)), rows.clone(), rows.clone()
-    scales.put(written, values)
+    values, added = torch.randn(2, len(at)), rows.clone()
     scales.add(added, values, -1.0)
-    assert torch.equal(scales.take(written), values) and torch.equal(scales.take(added), scales.take(rows) - values)
+    assert torch.equal(scales.take(added), scales.take(rows) - values)
     rest = torch.ones(3000, dtype=torch.bool)
     rest[at] = False
-    assert torch.equal(written[:, rest], rows[:, rest]) and torch.equal(added[:, rest], rows[:, rest])
+    assert torch.equal(added[:, rest], rows[:, rest])
     found = torch.zeros(1, 3000)
-    scales.put(found, scales.at_coordinates(torch.arange(7.0)[None]))
+    scales.add(found, scales.at_coordinates(torch.arange(7.0)[None]))
     assert torch.equal(found[0, at], unit.float())
+    factors = torch.randn(2, 7)
+    assert torch.equal(scales.times(values.clone(), factors), values * scales.at_coordinates(factors))
+
+
+@pytest.mark.parametrize("particles", [1, 2])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_run_does_not_depend_on_how_coordinates_are_copied(optimizer: str, particles: int) -> None:
+    """Runs of consecutive coordinates are shrunk in place, others in copies: the same numbers but for rounding."""
+    model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3))
+    data, found = (torch.randn(64, 8), torch.arange(64) % 3), []
+    for run in (1, 8, 10_000):
+        with mock.patch.object(gating, "RUN", run):
+            result = dllp.prune(
+                model, data, progress=False, particles=particles, optimizer=optimizer, keep_flops=0.5, epochs=3,
+                batch_size=16, round_to=1, open_until=0.0, ramp_until=0.5, discrete_at=1.0, init="given", device="cpu",
+            )  # fmt: skip
+        found.append(torch.cat([p.flatten() for net in result.particles for p in net.reference.parameters()]))
+    torch.testing.assert_close(found[1:], found[:1] * 2, rtol=1e-5, atol=1e-7)  # a sum is rounded once or twice
