@@ -59,7 +59,7 @@ class Pruner(torch.optim.Optimizer):
         filter_fn: `filter_fn(module, name)` says what may be touched.
         groups: `groups(name, parameter)` gives factors of `lr` and `weight_decay`.
         optimizer: Builds another optimiser of the given parameters; it then takes the steps, of gradients in which the
-            Stein direction and the prior are, with its own rate and decay.
+            Stein direction and the prior are, with its own rate and decay. A scheduler may be built on either.
         gates: False trains the networks as they are, without gates, prior and Stein term.
         validation: Data to measure on where the gates are decided, at the end, and by :meth:`end_epoch`; with `loss`
             and `metrics` as for :func:`dllp.prune`. No step learns from it.
@@ -117,10 +117,11 @@ class Pruner(torch.optim.Optimizer):
         self._leaves = [nn.Parameter(row.clone()) for row in self.run.latents.logits]
         self._z: Tensor | None = None  # the gates of the present step, once a network has asked for them
         self.networks = [self._view(i) for i in range(len(particles))]
-        defaults = {"lr": config.lr, "momentum": config.momentum, "weight_decay": config.weight_decay}
+        self._inner_rates = [] if self.inner is None else [group["lr"] for group in self.inner.param_groups]
+        self._lr = next(iter(self._inner_rates), config.lr)  # as it was last set here
+        defaults = {"lr": self._lr, "momentum": config.momentum, "weight_decay": config.weight_decay}
         groups_of = [{"params": self._learning()}, {"params": self._leaves}]
         super().__init__(groups_of, defaults)
-        self._lr = config.lr  # as it was last set here
         self._ready()
 
     # ---- what a loop uses
@@ -295,20 +296,21 @@ class Pruner(torch.optim.Optimizer):
             object.__setattr__(view, "__dict__", network.__dict__)
         self.param_groups[0]["params"] = self._learning()
         if not self.finished:
-            run.lr = self._lr
             set_knobs(run)
 
     def _learning(self) -> list[nn.Parameter]:
         return [p for network in self.run.particles.active for p in network.parameters() if p.requires_grad]
 
     def _rate(self) -> float:
-        """The configuration's schedule, unless a scheduler or the loop has set another rate."""
-        if self.inner is not None:
-            return float(self.inner.param_groups[0]["lr"])
+        """The configuration's or the inner optimiser's, unless a scheduler on this one or the loop has set another."""
         first = self.param_groups[0]
         if "initial_lr" in first or first["lr"] != self._lr:
+            if self.inner is not None:
+                for group, rate in zip(self.inner.param_groups, self._inner_rates, strict=True):
+                    group["lr"] = first["lr"] * (rate / self._inner_rates[0])
             return float(first["lr"])
-        self._lr = first["lr"] = scheduled_lr(self.run)
+        own = scheduled_lr(self.run) if self.inner is None else self.inner.param_groups[0]["lr"]
+        self._lr = first["lr"] = float(own)
         return self._lr
 
     def _average(self, through: Tensor) -> None:

@@ -158,6 +158,41 @@ def test_an_optimiser_of_the_users_own() -> None:
     assert not equal(result.particles[0].network, result.particles[1].network)
 
 
+@pytest.mark.parametrize("built_on", ["pruner", "inner"])
+def test_a_scheduler_moves_an_optimiser_of_the_users_own(built_on: str) -> None:
+    """Built on the pruner or on `inner`, and groups of parameters keep their ratio."""
+
+    def groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.01}], lr=0.1)
+
+    plain = model().train()
+    ours, optimizer = pruner({"particles": 1}, gates=False, optimizer=groups), groups(list(plain.parameters()))
+    assert ours.param_groups[0]["lr"] == 0.1
+    built = ours if built_on == "pruner" else ours.inner
+    assert built is not None
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (built, optimizer)]
+    for x, y in batches(3):
+        for each, network in ((ours, ours.networks[0]), (optimizer, plain)):
+            F.cross_entropy(network(x), y).backward()
+            each.step()
+            optimizer.zero_grad()
+        for schedule in schedules:
+            schedule.step()
+    assert equal(ours.networks[0], plain)
+
+
+def test_records_have_the_rate_of_the_last_step() -> None:
+    """Of a scheduler, or of another optimiser."""
+    scheduled, other = pruner(), pruner(optimizer=lambda p: torch.optim.SGD(p, lr=0.123))
+    schedule = torch.optim.lr_scheduler.StepLR(scheduled, 1, 0.5)
+    for _ in range(2):
+        run(scheduled, 1)
+        run(other, 1)
+        schedule.step()
+    assert scheduled.end_epoch().lr == 0.025
+    assert other.end_epoch().lr == 0.123
+
+
 def test_a_gradient_scaler_of_pytorch() -> None:
     """Scaled by a power of two all is as it was; a step that overflows is none."""
     plain, scaled = pruner(), pruner()
