@@ -370,12 +370,12 @@ def _checked(config: Config | None, checkpoints: object, options: Mapping[str, A
     return config
 
 
-def new_config(config: Config | None, steps: int) -> Config:
+def new_config(config: Config | None, steps: int, options: Mapping[str, Any] | None = None) -> Config:
     """The configuration of a loop of one's own, whose data and start are not known: the long schedule's defaults.
 
     Who lets the given network teach knows that it is trained.
     """
-    chosen = _checked(config, None)
+    chosen = _checked(config, None, options)
     return chosen.resolved(trained=chosen.teacher == "given", steps=-(-steps // (chosen.epochs or TRAINED_EPOCHS)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -53,7 +54,8 @@ class Pruner(torch.optim.Optimizer):
     Args:
         model: Any network; it is copied, and left as it was.
         example: A batch that it takes: a tensor, a tuple of its arguments, or a dict of them by name.
-        config: How; `config.epochs` only gives `warmup` its unit, and batch sizes are the loop's own.
+        config: How; `config.epochs` only gives `warmup` its unit, and batch sizes are the loop's own. `options` are its
+            fields, instead of it or beside it.
         num_data: N, the labels of the training set: examples, or tokens or pixels that the loss is a mean over.
         steps: Calls of :meth:`step` until the end of the run.
         filter_fn: `filter_fn(module, name)` says what may be touched.
@@ -75,9 +77,13 @@ class Pruner(torch.optim.Optimizer):
         self, model: nn.Module, example: Any, config: Config | None = None, *, num_data: int, steps: int,
         filter_fn: FilterFn | None = None, groups: Groups | None = None, optimizer: OptimizerFactory | None = None,
         gates: bool = True, validation: Data | None = None, loss: LossFn | None = None, metrics: Metrics | None = None,
+        **options: Any,
     ) -> None:  # fmt: skip
         check_count(num_data=num_data, steps=steps)
-        config = new_config(config, steps)
+        for name, given in {"optimizer": optimizer, "groups": groups, "filter_fn": filter_fn}.items():
+            if given is not None and not callable(given):
+                raise ConfigError(f"{name} is a {type(given).__name__}: give a function, see dllp.Pruner")
+        config = new_config(config, steps, options)
         if config.likelihood == "gaussian" and config.task != "regression":
             raise ConfigError("likelihood = gaussian needs labels, and an own loop has losses only: leave it out")
         if config.teacher == "posterior":
@@ -89,8 +95,8 @@ class Pruner(torch.optim.Optimizer):
         check_precision(device, config.precision)
         channels = gates and config.granularity == "channel"
         self.example = positional(model, *trees.arguments(example))
-        options: dict[str, Any] = {"channels": channels, "units": config.units, "even": config.even}
-        self.structure = discover(model, self.example, filter_fn=filter_fn, **options)
+        kinds: dict[str, Any] = {"channels": channels, "units": config.units, "even": config.even}
+        self.structure = discover(model, self.example, filter_fn=filter_fn, **kinds)
         if channels:
             check_groups(self.structure)
         everyone = Axis()
@@ -179,15 +185,17 @@ class Pruner(torch.optim.Optimizer):
         return taught_loss(Outcome(loss, logits, labels=labels, hidden=own), known, self.run.config)
 
     @torch.no_grad()
-    def end_epoch(self, loss: Sequence[float] = (), accuracy: Sequence[float] | None = None) -> EpochRecord:
+    def end_epoch(
+        self, loss: Sequence[float] | Tensor | float = (), accuracy: Sequence[float] | Tensor | float | None = None
+    ) -> EpochRecord:
         """Add a record to the run's history: gates and cost, and on `validation` how good the networks are.
 
         Args:
-            loss: Mean training loss of each network in this epoch, where the loop knows it.
+            loss: Mean training loss of each network in this epoch, where the loop knows it; of one network a number.
             accuracy: The same of right answers.
         """
         run, began, self._began = self.run, self._began, time.perf_counter()
-        known = [float(value) for value in loss], None if accuracy is None else [float(value) for value in accuracy]
+        known = _numbers(loss), None if accuracy is None else _numbers(accuracy)
         for values in known:
             if values and len(values) != len(self.networks):
                 raise ConfigError(f"{len(values)} values for {len(self.networks)} networks: give one for each")
@@ -209,6 +217,16 @@ class Pruner(torch.optim.Optimizer):
         """Cost of each particle over the dense cost, expected while gates are soft."""
         return self.run.latents.cost().tolist()
 
+    def train(self) -> None:
+        """Put all networks in training mode; the Trainer of Hugging Face asks its optimiser to."""
+        for network in self.networks:
+            network.train()
+
+    def eval(self) -> None:
+        """Put all networks in evaluation mode."""
+        for network in self.networks:
+            network.eval()
+
     @torch.no_grad()
     def finish(self) -> Result:
         """Decide the gates, where that is still to do, and cut every particle to its verified small network."""
@@ -216,6 +234,12 @@ class Pruner(torch.optim.Optimizer):
         run.particles.collect_weights()
         self._share_buffers()
         if run.gating is not None and run.latents.keep is None:
+            if not self.finished:
+                warnings.warn(
+                    f"finish() after {run.step_index} of {run.total_steps} steps: gates are decided only now, and no "
+                    "step has trained the cut networks; steps= counts the calls of step()",
+                    stacklevel=3,  # 2 is no_grad
+                )
             decide(run)
         run.particles.finish()
         measure(run, "end")
@@ -231,6 +255,8 @@ class Pruner(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Go on from where :meth:`state_dict` was taken, by a pruner that was built in the same way."""
+        if not {"tensors", "values", "lr", "inner"} <= state_dict.keys():
+            raise ArtifactError("this is not the state of a Pruner: give what its state_dict() has returned")
         if self.run.latents.keep is not None and "keep" not in state_dict["tensors"]:
             raise ArtifactError("the gates of this pruner are decided, those of the state are not: build a new Pruner")
         restore(self.run, (state_dict["tensors"], state_dict["values"]))
@@ -349,3 +375,10 @@ class Pruner(torch.optim.Optimizer):
         if not bool(self.run.healthy):
             trouble = health.find(self.run) or health.in_gradients(self.run) or "NaN or infinity"
             raise health.broken(self.run, trouble, self.run.step_index)
+
+
+def _numbers(values: Sequence[float] | Tensor | float) -> list[float]:
+    """One number for each network; a number alone is that of the only one."""
+    if isinstance(values, (int, float)) or (isinstance(values, Tensor) and not values.dim()):
+        return [float(values)]
+    return [float(value) for value in values]

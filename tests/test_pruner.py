@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dllp
-from dllp import Config, ConfigError, DllpError, StructureError
+from dllp import ArtifactError, Config, ConfigError, DllpError, StructureError
 from tests.support.commands import ENVIRONMENT
 
 X, Y = torch.randn(24, 1, 6, 6, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 3
@@ -451,8 +451,40 @@ def test_what_a_loop_may_do_wrong() -> None:
         pruner(validation=[(X, X, Y)])
     with pytest.raises(ConfigError, match=r"return factors of 'lr' and 'weight_decay'"):
         pruner(groups=lambda name, p: {"decay": 0})
+    with pytest.raises(ConfigError, match="optimizer is a AdamW: give a function"):
+        pruner(optimizer=torch.optim.AdamW(model().parameters()))
+    with pytest.raises(ConfigError, match="groups is a list: give a function"):
+        pruner(groups=[{"lr": 0.1}])
+    with pytest.raises(ConfigError, match="did you mean keep_flops"):
+        pruner(keep_flop=0.5)
+    with pytest.raises(ArtifactError, match="not the state of a Pruner"):
+        pruner().load_state_dict(torch.optim.SGD(model().parameters()).state_dict())
     with pytest.raises(StructureError, match="does not fit the network's forward"):
         dllp.Pruner(model(), {"y": X[:2]}, config(), num_data=24, steps=3)
+
+
+def test_a_run_that_ends_before_its_gates_are_decided_says_so() -> None:
+    ours = pruner({"particles": 1})
+    run(ours, 3)
+    with pytest.warns(UserWarning, match="after 3 of 12 steps: gates are decided only now"):
+        assert ours.finish().sizes[0].macs <= 0.5 * ours.structure.flops.dense
+
+
+def test_options_in_place_of_a_config_and_a_loss_alone() -> None:
+    ours = dllp.Pruner(model(), X[:2], config(), num_data=24, steps=3, keep_flops=0.7)
+    assert ours.run.config.keep_flops == 0.7
+    assert ours.run.config.epochs == 3
+    run(ours, 1)
+    assert ours.end_epoch(0.5, torch.tensor(0.25)).loss == [0.5]
+    assert ours.run.history[0].accuracy == [0.25]
+
+
+def test_all_networks_change_their_mode_together() -> None:
+    ours = pruner({"particles": 2})
+    ours.eval()
+    assert not any(module.training for network in ours.networks for module in network.modules())
+    ours.train()
+    assert all(module.training for network in ours.networks for module in network.modules())
 
 
 def test_a_network_in_another_precision_is_converted() -> None:
