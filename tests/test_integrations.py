@@ -16,14 +16,19 @@ from dllp import Config
 from tests.test_pruner import STEPS, X, Y, config, model
 
 BATCH, EPOCHS = 8, 4  # 3 batches an epoch
+HALF, CLIP = BATCH // 2, 0.2
 
 
 def by_hand(given: nn.Module, c: Config, example: Any, batches: list[Any], loss: Any) -> dllp.Result:
-    pruner = dllp.Pruner(given, example, c, num_data=24, steps=len(batches))
+    """Clipped, and each batch in two parts."""
+    pruner = dllp.Pruner(given, example, c, num_data=24, steps=len(batches) // 2)
     torch.optim.lr_scheduler.ConstantLR(pruner, 1.0)
-    for batch in batches:
-        sum(loss(network, batch) for network in pruner.networks).backward()
-        pruner.step()
+    for k, batch in enumerate(batches):
+        (sum(loss(network, batch) for network in pruner.networks) / 2).backward()
+        if k % 2:
+            for network in pruner.networks:
+                nn.utils.clip_grad_norm_(network.parameters(), CLIP)
+            pruner.step()
     return pruner.finish()
 
 
@@ -73,7 +78,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.inner, self.out = nn.Linear(6, 12), nn.Linear(12, 3)
 
-    def forward(self, values: Tensor, labels: Tensor | None = None) -> Any:
+    def forward(self, values: Tensor, labels: Tensor | None = None, **_: Any) -> Any:
         logits = self.out(self.inner(values).relu())
         from transformers.modeling_outputs import SequenceClassifierOutput
 
@@ -85,9 +90,26 @@ def test_trainer_of_hugging_face(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
 
+    modes: dict[str, set[bool]] = {"train": set(), "eval": set()}
+
     class PruningTrainer(transformers.Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.model_accepts_loss_kwargs = False
+
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-            return sum(network(**inputs).loss for network in self.optimizer.optimizer.networks)
+            networks = self.optimizer.optimizer.networks
+            modes["eval" if return_outputs else "train"] |= {network.training for network in networks}
+            outputs = [network(**inputs) for network in networks]
+            loss = sum(output.loss for output in outputs)
+            return (loss, outputs[0]) if return_outputs else loss
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(*args, **kwargs)
+            if self.accelerator.sync_gradients:
+                for network in self.optimizer.optimizer.networks:
+                    nn.utils.clip_grad_norm_(network.parameters(), CLIP)
+            return loss
 
     torch.manual_seed(0)
     given, values = Classifier(), torch.randn(24, 6)
@@ -97,13 +119,15 @@ def test_trainer_of_hugging_face(tmp_path: Path) -> None:
     schedule = torch.optim.lr_scheduler.ConstantLR(pruner, 1.0)
     rows = [{"values": v, "labels": y} for v, y in zip(values, Y, strict=True)]
     arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path), per_device_train_batch_size=BATCH, num_train_epochs=EPOCHS, use_cpu=True,
-        report_to=[], save_strategy="no", max_grad_norm=0.0, disable_tqdm=True, train_sampling_strategy="sequential",
-        remove_unused_columns=False,
+        output_dir=str(tmp_path), per_device_train_batch_size=HALF, gradient_accumulation_steps=2, use_cpu=True,
+        num_train_epochs=EPOCHS, report_to=[], save_strategy="no", eval_strategy="epoch", max_grad_norm=0.0,
+        disable_tqdm=True, train_sampling_strategy="sequential", remove_unused_columns=False,
     )  # fmt: skip
-    PruningTrainer(given, arguments, train_dataset=rows, optimizers=(pruner, schedule)).train()
+    trainer = PruningTrainer(given, arguments, train_dataset=rows, eval_dataset=rows[:8], optimizers=(pruner, schedule))
+    trainer.train()
     assert pruner.finished
-    parts = [slice(k % 3 * BATCH, k % 3 * BATCH + BATCH) for k in range(STEPS)]
+    assert modes == {"train": {True}, "eval": {False}}
+    parts = [slice(k % 6 * HALF, k % 6 * HALF + HALF) for k in range(2 * STEPS)]
     batches = [{"values": values[part], "labels": Y[part]} for part in parts]
     expected = by_hand(given, c, {"values": values[:2]}, batches, lambda network, batch: network(**batch).loss)
     same(pruner.finish(), expected)
