@@ -130,7 +130,8 @@ class Result:
         """Measure every network, and the ensemble, on labelled data.
 
         Args:
-            data: As for :func:`prune`; of a data set its test split.
+            data: As for :func:`prune`, with a length; of a data set by name its test split. Labels of tokens in a dict
+                are not for counting: `validation` of :func:`prune` measures the network's own loss on them.
             corrupt: Corruptions of uint8 images, such as `gaussian-blur:1,2`, `sharpen` or `noise:0.1`.
             ood: Out-of-distribution inputs: `noise`, a data set's name or folder, or inputs by name.
             device: Where the networks run.

@@ -17,7 +17,7 @@ from dllp.method import likelihood
 from dllp.structure.trace import UNFIT
 
 if TYPE_CHECKING:  # the room above
-    from dllp.data import ArrayData
+    from dllp.data import ArrayData, LabelledBatches
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,29 @@ class PredictedData:
         return replace(self, members=self.members[part], noise=self.noise[part])
 
 
-def predict_data(posterior: Posterior, data: ArrayData, device: torch.device | str = "cpu") -> PredictedData:
+def predict_data(
+    posterior: Posterior, data: ArrayData | LabelledBatches, device: torch.device | str = "cpu"
+) -> PredictedData:
     """One forward pass of each member over a data set; the networks are back on the CPU when this returns."""
+    return counted(*_answers_to(posterior, data, device), data.y.cpu(), posterior.task)
+
+
+def predict_unlabelled(
+    posterior: Posterior, data: ArrayData | LabelledBatches, device: torch.device | str = "cpu"
+) -> PredictedData:
+    """The same without a look at labels: a row for each that the networks would give."""
+    members, noise = _answers_to(posterior, data, device)
+    if posterior.task == "binary":
+        members = torch.stack([1 - members, members], -1)
+    if posterior.task != "regression":
+        members = members.flatten(1, -2)
+    return PredictedData(members, noise, torch.empty(0))
+
+
+def _answers_to(
+    posterior: Posterior, data: ArrayData | LabelledBatches, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """:meth:`Posterior.answers` to a whole data set."""
     posterior.to(device)
     try:
         parts = [posterior.answers(x) for x in data.parts()]
@@ -175,7 +196,7 @@ def predict_data(posterior: Posterior, data: ArrayData, device: torch.device | s
     if not parts:
         raise DataError("there is nothing to evaluate on: the data is empty")
     members, noise = (torch.cat(pieces, 1) for pieces in zip(*parts, strict=True))
-    return counted(members, noise, data.y.cpu(), posterior.task)
+    return members, noise
 
 
 def counted(members: Tensor, noise: Tensor, labels: Tensor, task: likelihood.Task) -> PredictedData:

@@ -19,6 +19,7 @@ from dllp.data import (
     ArrayData,
     Batches,
     Dataset,
+    LabelledBatches,
     LoaderBatches,
     Rows,
     StreamBatches,
@@ -30,6 +31,7 @@ from dllp.data import (
     load,
     validate,
 )  # fmt: skip
+from dllp.data.arrays import as_targets
 from dllp.devices import trees
 from dllp.devices.device import check_precision, check_repeatable, find_device
 from dllp.devices.mesh import Place
@@ -199,10 +201,8 @@ def as_batches(
         data = data.train
     if isinstance(data, StreamedData):
         return StreamBatches(data, config.batch_size or usual_batch(len(data)), config.seed, device, channels_last)
-    if isinstance(data, tuple):
-        data = Rows(tuple(map(torch.as_tensor, data)))
-    elif isinstance(data, Mapping):
-        data = Rows(data)
+    if isinstance(data, (tuple, Mapping)):
+        data = _rows(data)
     if isinstance(data, ArrayData):
         validate(data)
         size = config.batch_size or usual_batch(len(data))
@@ -223,6 +223,11 @@ def as_batches(
     return StreamedBatches(data, steps, config.seed, device)
 
 
+def _rows(data: tuple[Any, ...] | Mapping[str, Any]) -> Rows:
+    """Tensors with one entry for each example as a data set."""
+    return Rows(tuple(map(torch.as_tensor, data)) if isinstance(data, tuple) else data)
+
+
 def _opened(data: Data, *, pairs: bool = True) -> Data:
     """The data set of a name or folder, the split in memory of a pair of tensors; anything else as it is."""
     if isinstance(data, str | os.PathLike):
@@ -240,15 +245,50 @@ def _has_length(data: object) -> bool:
 
 def as_array(data: Data) -> ArrayData:
     """The user's data, in any of its forms, as a split in memory that is evaluated on; of a data set its test split."""
-    if isinstance(data, DataLoader):
-        parts = [(x, y) for x, y in data]
-        data = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+    split = as_labelled(data)
+    if not isinstance(split, ArrayData):
+        raise DataError("data of several inputs cannot be used here: give pairs of inputs and labels")
+    return split
+
+
+def as_labelled(data: Data) -> ArrayData | LabelledBatches:
+    """The same, or where an example has several inputs or a batch is a dict, batches with their labels."""
+    if isinstance(data, Mapping) or (isinstance(data, tuple) and len(data) > 2):
+        data = _rows(data)
+    if not isinstance(data, (str, tuple, list, DataLoader, ArrayData, Tensor)) and hasattr(data, "__getitem__"):
+        data = DataLoader(data, EVALUATED)  # pyright: ignore[reportArgumentType]
+    if isinstance(data, (DataLoader, list)):
+        batches = [_labels_apart(batch) for batch in data]
+        labels = torch.cat([y for _, y in batches]) if batches else torch.empty(0)
+        if not all(isinstance(x, Tensor) for x, _ in batches):
+            return LabelledBatches([x for x, _ in batches], as_targets(labels))
+        data = torch.cat([x for x, _ in batches]) if batches else labels, labels
     split = _opened(data)
     split = split.test if isinstance(split, Dataset) else split
     split = split.decoded() if isinstance(split, StreamedData) else split
     if not isinstance(split, ArrayData):
         raise DataError(f"data of type {type(data).__name__} cannot be used: give a DataLoader or a pair of tensors")
     return split
+
+
+def _labels_apart(batch: Any) -> tuple[Any, Tensor]:
+    """A batch without its labels, and these."""
+    x, y = trees.plain(batch), None
+    if isinstance(x, dict):
+        x, y = {name: value for name, value in x.items() if name != LABELS}, x.get(LABELS)
+    elif isinstance(x, (tuple, list)) and len(x) > 1:
+        x, y = x[0] if len(x) == 2 else tuple(x[:-1]), x[-1]
+    if not isinstance(y, Tensor):
+        kind = type(batch).__name__
+        raise DataError(f"a batch is a {kind} without labels: give (inputs, ..., labels), or a dict with them")
+    if not y.dim():
+        raise DataError("a batch is a single example: give a DataLoader, which makes batches of them")
+    if isinstance(x, dict) and y.dim() > 1 and not y.is_floating_point():
+        raise DataError(
+            "labels of tokens in a dict: the network's own loss may compare each with the token before, so that right "
+            "answers cannot be counted; give validation= to prune, which measures this loss"
+        )
+    return x, y
 
 
 def held_out(data: Data, size: float, seed: int) -> tuple[Data, ArrayData]:

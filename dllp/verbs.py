@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dllp import files, report
 from dllp.api import Result
-from dllp.data import ArrayData, Dataset
+from dllp.data import ArrayData, Dataset, LabelledBatches
 from dllp.data.corruptions import parse as parse_corruption
 from dllp.data.ood import find as find_outside
 from dllp.data.ood import unlabelled
@@ -23,11 +23,11 @@ from dllp.deploy import export as exporting
 from dllp.deploy import speed as timing
 from dllp.deploy.profiles import Clock
 from dllp.devices.device import find_device, undisturbed
-from dllp.errors import ConfigError
+from dllp.errors import ConfigError, DataError
 from dllp.evaluation import evaluate as evaluation
 from dllp.evaluation import examples
 from dllp.evaluation.evaluate import Evaluation
-from dllp.prepare import Data, as_array
+from dllp.prepare import Data, as_array, as_labelled
 from dllp.report import contents
 from dllp.runs.folder import EVALUATION
 
@@ -40,13 +40,20 @@ def evaluate(
     device: str = "auto",
 ) -> Evaluation:  # fmt: skip
     """Measure every network of a run; :meth:`dllp.Result.evaluate`."""
-    test = as_array(data)
+    test = as_labelled(data)
     corruptions = [c for text in _words(corrupt) for c in parse_corruption(text, result.config.seed)]
     left_out = data.left_out if isinstance(data, Dataset) else None
-    outside = {
-        name: find_outside(name, test, left_out=left_out) if given is None else _inputs(given, test)
-        for name, given in (ood if isinstance(ood, Mapping) else dict.fromkeys(_words(ood))).items()
-    }
+    named = ood if isinstance(ood, Mapping) else dict.fromkeys(_words(ood))
+    outside: dict[str, ArrayData | LabelledBatches]
+    if isinstance(test, ArrayData):
+        outside = {
+            name: find_outside(name, test, left_out=left_out) if given is None else _inputs(given, test)
+            for name, given in named.items()
+        }
+    elif corruptions or None in named.values():
+        raise DataError("corrupt= and names in ood= are for data of one input: give ood={name: data of the same kind}")
+    else:
+        outside = {name: as_labelled(given) for name, given in named.items() if given is not None}
     dense = evaluation.dense_posterior(result)
     return evaluation.measure(result, test, dense, corruptions=corruptions, ood=outside, device=find_device(device))
 
@@ -95,7 +102,10 @@ def show(result: Result, path: str | Path, data: Data | None = None) -> Path:
 
 
 def _words(given: str | Iterable[str]) -> list[str]:
-    return [given] if isinstance(given, str) else list(given)
+    words = [given] if isinstance(given, str) else [] if isinstance(given, Tensor) else list(given)
+    if isinstance(given, Tensor) or not all(isinstance(word, str) for word in words):
+        raise ConfigError("corrupt and ood take names: give inputs of your own as ood={name: inputs}")
+    return words
 
 
 def _inputs(given: Any, like: ArrayData) -> ArrayData:

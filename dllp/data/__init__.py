@@ -20,15 +20,15 @@ from dllp.data.arrays import (
     validate,
 )
 from dllp.data.cifar10 import Progress
-from dllp.data.loaders import LoaderBatches, Rows, StreamedBatches
+from dllp.data.loaders import LabelledBatches, LoaderBatches, Rows, StreamedBatches
 from dllp.data.stream import IN_MEMORY, StreamBatches, StreamedData
 from dllp.data.unreadable import MAX_BAD, Report, parse_fraction
 from dllp.devices.device import undisturbed
 from dllp.errors import DataError
 
 __all__ = [
-    "ArrayData", "Batches", "Dataset", "LoaderBatches", "Rows", "StreamBatches", "StreamedBatches", "StreamedData",
-    "check_finite", "check_labels", "from_pair", "holdout", "load", "names", "stratified", "validate",
+    "ArrayData", "Batches", "Dataset", "LabelledBatches", "LoaderBatches", "Rows", "StreamBatches", "StreamedBatches",
+    "StreamedData", "check_finite", "check_labels", "from_pair", "holdout", "load", "names", "stratified", "validate",
 ]  # fmt: skip
 
 MAX_IMAGE_SIZE = 2**13

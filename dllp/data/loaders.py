@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -171,6 +172,25 @@ class Rows(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return trees.apply(self.tensors, lambda tensor: tensor[index])
+
+
+@dataclass(frozen=True)
+class LabelledBatches:
+    """Batches of several inputs, or of any structure, and the labels of all of them: data to evaluate on."""
+
+    batches: list[Any]
+    y: Tensor
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    @property
+    def is_classification(self) -> bool:
+        return not self.y.is_floating_point()
+
+    def parts(self) -> Iterator[Any]:
+        """The inputs of each batch."""
+        yield from self.batches
 
 
 @contextmanager

@@ -11,13 +11,21 @@ import torch
 from torch import Tensor
 
 from dllp.api import Result
-from dllp.data import ArrayData
+from dllp.data import ArrayData, LabelledBatches
 from dllp.data.corruptions import Corruption
 from dllp.devices.device import undisturbed
 from dllp.errors import DataError
 from dllp.evaluation import metrics
 from dllp.method import efficiency, likelihood
-from dllp.posterior import Posterior, PredictedData, class_entropy, decompose, posterior_of, predict_data
+from dllp.posterior import (
+    Posterior,
+    PredictedData,
+    class_entropy,
+    decompose,
+    posterior_of,
+    predict_data,
+    predict_unlabelled,
+)
 from dllp.records import Size
 
 CLEAN, OOD = "clean", "ood:"
@@ -92,8 +100,9 @@ def dense_posterior(result: Result) -> Posterior | None:
 
 @undisturbed()
 def measure(
-    result: Result, data: ArrayData, dense: Posterior | None = None, *, disk: Mapping[str, int] | None = None,
-    corruptions: Iterable[Corruption] = (), ood: Mapping[str, ArrayData] | None = None, references: bool = False,
+    result: Result, data: ArrayData | LabelledBatches, dense: Posterior | None = None, *,
+    disk: Mapping[str, int] | None = None, corruptions: Iterable[Corruption] = (),
+    ood: Mapping[str, ArrayData | LabelledBatches] | None = None, references: bool = False,
     drawn: Posterior | None = None, device: torch.device | str = "cpu",
 ) -> Evaluation:  # fmt: skip
     """Evaluate a run on labelled data, clean first and then under each corruption, and on out-of-distribution inputs.
@@ -115,7 +124,10 @@ def measure(
     n, found = len(result.posterior), Evaluation()
     components: efficiency.Components | None = None
     groups = _groups(result, dense, drawn, references, disk or {})
-    for version, here in [(CLEAN, data), *((c.name, c.apply_to(data)) for c in corruptions)]:
+    versions: list[tuple[str, ArrayData | LabelledBatches]] = [(CLEAN, data)]
+    if isinstance(data, ArrayData):
+        versions += [(c.name, c.apply_to(data)) for c in corruptions]
+    for version, here in versions:
         for group in groups:
             predicted = predict_data(group.posterior, here, device)
             if version == CLEAN:
@@ -134,7 +146,7 @@ def measure(
                 found.efficiency.append(Efficiency(version, s2, a2, b2, one, ensemble, n))
     for name, inputs in (ood or {}).items():
         for group in groups:
-            predicted, clean = predict_data(group.posterior, inputs, device), found.clean[group.name]
+            predicted, clean = predict_unlabelled(group.posterior, inputs, device), found.clean[group.name]
             for row, part in group.rows:
                 outside, inside = (_uncertainty(group.posterior, each.of(part)) for each in (predicted, clean))
                 found.rows.append(replace(row, data=OOD + name, metrics=separation(outside, inside)))

@@ -17,6 +17,7 @@ import dllp
 from dllp import Config, ConfigError, DataError, DllpError, Result, StructureError
 from dllp.data import from_pair
 from dllp.evaluation.evaluate import measure
+from dllp.records import Size
 from tests.support.short_runs import config, network
 
 X, Y = torch.randn(24, 1, 6, 6, generator=torch.Generator().manual_seed(1)), torch.arange(24) % 3
@@ -347,6 +348,60 @@ def network_of(seed: int) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return network()
+
+
+def test_what_was_trained_on_can_be_evaluated() -> None:
+    """Several inputs in a tuple, a dict, batches, a data set and a loader of it: the same numbers."""
+    half = torch.randn(24, 4)
+    result = prune(Both(), (TOKENS.float(), half, Y), config(epochs=2, particles=1))
+    given = {"first": TOKENS.float(), "second": half, "labels": Y}
+    rows = [{name: value[i] for name, value in given.items()} for i in range(24)]
+    forms: list[Any] = [
+        given, (TOKENS.float(), half, Y), TensorDataset(TOKENS.float(), half, Y), DataLoader(rows, 5),
+        [(TOKENS[:9].float(), half[:9], Y[:9]), (TOKENS[9:].float(), half[9:], Y[9:])],
+    ]  # fmt: skip
+    found = [result.evaluate(form, ood={"same": form}).rows for form in forms]
+    for each in found:
+        assert [row.data for row in each] == ["clean", "ood:same"]
+        assert each[0].metrics == pytest.approx(found[0][0].metrics)
+    right = result.posterior.predict((TOKENS.float(), half)).mean[range(24), Y]
+    assert found[0][0].metrics["nll"] == pytest.approx(float(-right.log().mean()))
+    pairs: list[Any] = [(X, Y), TensorDataset(X, Y), [(X[:9], Y[:9]), (X[9:], Y[9:])]]
+    one, *others = (untrained().evaluate(form).rows[0].metrics for form in pairs)
+    assert one == others[0] == others[1]
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "words"),
+    [
+        ({"first": TOKENS.float(), "second": X}, {}, "a batch is a dict without labels"),
+        (DataLoader(X, 8), {}, "a batch is a Tensor without labels"),
+        ([{"first": TOKENS[0], "labels": Y[0]}], {}, "a single example: give a DataLoader"),
+        ({"first": TOKENS, "labels": TOKENS}, {}, "labels of tokens in a dict"),
+        ((TOKENS, X, Y), {"ood": "noise"}, "names in ood= are for data of one input"),
+        ((TOKENS, X, Y), {"corrupt": "sharpen"}, "corrupt= and names"),
+        ((X, Y), {"ood": X}, "give inputs of your own as ood="),
+    ],
+)
+def test_what_cannot_be_evaluated(data: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(DllpError, match=words):
+        untrained().evaluate(data, **options)
+
+
+def untrained() -> Result:
+    size = Size(1.0, 1)
+    return Result(Config(), [], dllp.Posterior([network_of(0)], torch.ones(1)), [], size, [size], {}, {})
+
+
+class Both(nn.Module):
+    """Takes two inputs by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(5, 8), nn.Linear(4, 8), nn.Linear(16, 3)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        return self.head(torch.cat([self.a(first), self.b(second)], 1).relu())
 
 
 def test_a_stream_goes_on_and_comes_back() -> None:

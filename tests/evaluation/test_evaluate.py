@@ -15,7 +15,7 @@ import dllp
 from dllp.data import ArrayData, ood
 from dllp.data.corruptions import parse
 from dllp.evaluation import evaluate, metrics
-from dllp.method import efficiency
+from dllp.method import efficiency, likelihood
 from dllp.posterior import Posterior
 from dllp.records import Size
 from paper.summaries.prediction_metrics import from_probabilities
@@ -172,6 +172,21 @@ def test_out_of_distribution_inputs_are_told_apart(run: dllp.Result) -> None:
     assert inside.entropy is not None and away.entropy is not None
     wins = (away.entropy[:, None] > inside.entropy).double().mean()
     assert outside["all particles", "ood:dark"]["auroc"] == pytest.approx(float(wins), abs=1e-3)
+
+
+@pytest.mark.parametrize("task", ["classification", "binary"])
+def test_pixels_are_told_apart_one_by_one(task: likelihood.Task) -> None:
+    """As many scores as pixels; on clean data those whose label counts."""
+    x = torch.randn(6, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    network = torch.nn.Conv2d(1, 3 if task == "classification" else 1, 1)
+    y = torch.zeros(6, 4, 4, dtype=torch.int64) if task == "classification" else torch.zeros(6, 1, 4, 4)
+    y[:, 0] = -100 if task == "classification" else 0
+    run = dllp.Result(
+        dllp.Config(task=task), [], Posterior([network], torch.ones(1), task), [], Size(1.0, 1), [Size(1.0, 1)], {}, {}
+    )
+    rows = run.evaluate((x, y), ood={"same": x}).rows
+    assert [row.data for row in rows] == ["clean", "ood:same"]
+    assert rows[1].metrics["auroc"] == pytest.approx(0.5, abs=0.1)
 
 
 def test_particles_before_extraction_and_with_drawn_gates(run: dllp.Result) -> None:
