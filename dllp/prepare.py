@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from dllp.config import Config, usual_batch
 from dllp.data import (
@@ -31,7 +31,7 @@ from dllp.data import (
     load,
     validate,
 )  # fmt: skip
-from dllp.data.arrays import as_targets
+from dllp.data.arrays import as_targets, generator, held_count
 from dllp.devices import trees
 from dllp.devices.device import check_precision, check_repeatable, find_device
 from dllp.devices.mesh import Place
@@ -291,18 +291,27 @@ def _labels_apart(batch: Any) -> tuple[Any, Tensor]:
     return x, y
 
 
-def held_out(data: Data, size: float, seed: int) -> tuple[Data, ArrayData]:
-    """(training, validation): data in memory or on disk without `size` of its examples, a fraction or a number."""
+def held_out(data: Data, size: float, seed: int) -> tuple[Data, Data]:
+    """(training, validation): data without `size` of its examples, a fraction or a number.
+
+    Each class in proportion, where an example has one label in memory or on disk.
+    """
     data = _opened(data)
     if isinstance(data, Dataset):
         train, held = held_out(data.train, size, seed)
         return replace(data, train=train), held
-    if not isinstance(data, ArrayData | StreamedData):
+    if isinstance(data, ArrayData | StreamedData):
+        train, held = holdout(data, size, seed)
+        return train, held.decoded() if isinstance(held, StreamedData) else held
+    if isinstance(data, (tuple, Mapping)):
+        data = _rows(data)
+    if isinstance(data, (DataLoader, list)) or not hasattr(data, "__getitem__") or not _has_length(data):
         raise DataError(
             f"validation = {size:g} cannot be held out of a {type(data).__name__}: give data to validate on instead"
         )
-    train, held = holdout(data, size, seed)
-    return train, held.decoded() if isinstance(held, StreamedData) else held
+    whole: Any = data
+    count, order = held_count(len(whole), size), torch.randperm(len(whole), generator=generator(seed, 3)).tolist()
+    return Subset(whole, sorted(order[count:])), Subset(whole, sorted(order[:count]))
 
 
 def evaluation_batches(data: Data, device: torch.device, prepared: Prepared) -> Callable[[], Iterator[tuple[Any, Any]]]:

@@ -187,22 +187,30 @@ def default_augment(x: Tensor) -> Augment:
 
 def holdout(data: Split, size: float | int, seed: int = 0) -> tuple[Split, Split]:
     """(training, validation without augmentation): `size` examples or that fraction, each class in proportion."""
-    count = (round(size * len(data)) if 0 < size < 1 else 0) if isinstance(size, float) else size
-    if not 0 < count < len(data):
-        raise DataError(
-            f"a validation split of {size} leaves nothing on one side of {len(data)} examples: "
-            "give a fraction in (0, 1) or a smaller number"
-        )
     held = torch.zeros(len(data), dtype=torch.bool)
-    held[stratified(data.y.cpu(), count, seed)] = True
+    held[stratified(data.y.cpu(), held_count(len(data), size), seed)] = True
     everything = torch.arange(len(data))
     return data.subset(everything[~held]), replace(data.subset(everything[held]), augment="none")
 
 
+def held_count(examples: int, size: float | int) -> int:
+    """Examples to hold out: `size` of them or that fraction, and at least one on either side."""
+    count = (round(size * examples) if 0 < size < 1 else 0) if isinstance(size, float) else size
+    if not 0 < count < examples:
+        raise DataError(
+            f"a validation split of {size} leaves nothing on one side of {examples} examples: "
+            "give a fraction in (0, 1) or a smaller number"
+        )
+    return count
+
+
 def stratified(y: Tensor, count: int, seed: int) -> Tensor:
-    """Indices of `count` random examples, each class in proportion (largest remainders); plain for float targets."""
+    """Indices of `count` random examples, each class in proportion (largest remainders).
+
+    Examples of float targets, or of many labels, are of no one class: any of them.
+    """
     order = torch.randperm(len(y), generator=generator(seed, 3))
-    if y.is_floating_point():
+    if y.is_floating_point() or y.ndim > 1:
         return order[:count]
     quota = torch.bincount(y) * (count / len(y))
     take = quota.floor().long()

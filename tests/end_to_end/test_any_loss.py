@@ -371,6 +371,29 @@ def test_what_was_trained_on_can_be_evaluated() -> None:
     assert one == others[0] == others[1]
 
 
+HALF = torch.randn(24, 4, generator=torch.Generator().manual_seed(3))
+DIVISIBLE: dict[str, Any] = {
+    "tuple": (TOKENS.float(), HALF, Y),
+    "dict": {"first": TOKENS.float(), "second": HALF, "labels": Y},
+    "data set": TensorDataset(TOKENS.float(), HALF, Y),
+}
+
+
+@pytest.mark.parametrize("name", DIVISIBLE)
+def test_a_part_of_any_data_set_is_held_out(name: str) -> None:
+    seen: list[int] = []
+    result = prune(Both(), DIVISIBLE[name], validation=0.25, on_start=lambda state: seen.append(state.num_data))
+    assert seen == [18]
+    assert [value * 6 % 1 for value in result.history[-1]["validation_accuracy"]] == pytest.approx([0, 0], abs=1e-5)
+
+
+def test_a_part_of_segmented_images_is_held_out() -> None:
+    segmenter = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 1))
+    labels = torch.randint(0, 3, (24, 6, 6))
+    labels[:, 0] = -100
+    assert prune(segmenter, (X, labels), validation=0.25).history[-1]["validation_accuracy"]
+
+
 @pytest.mark.parametrize(
     ("data", "options", "words"),
     [
