@@ -196,13 +196,19 @@ def _above(verb: str) -> Any:
 
 
 @undisturbed()
-def load(folder: str | Path, model: nn.Module) -> Result:
-    """A saved run, given a fresh instance of the original network; reads JSON and safetensors only."""
+def load(folder: str | Path, model: nn.Module, *, select: Select | None = None) -> Result:
+    """A saved run, given a fresh instance of the original network; reads JSON and safetensors only.
+
+    Args:
+        folder: What :meth:`Result.save` or `dllp prune` has written.
+        model: A network as the one that was pruned; it is left as it was.
+        select: As for :func:`prune`, where the network's outputs needed it.
+    """
     folder = Path(folder)
     check_network(model)
     found = stored.read(folder, model)
     networks = [particle.network for particle in found["particles"]]
-    return Result(posterior=posterior_of(networks, found["gates"]["noise"], found["config"]), **found)
+    return Result(posterior=posterior_of(networks, found["gates"]["noise"], found["config"], select), **found)
 
 
 @undisturbed()

@@ -28,7 +28,8 @@ class Prediction:
     sum_c Var_i[p] (population variance), `total` their sum, `expected_entropy` + `mutual_information` = `entropy`.
     Of tokens (B, T, C) and pixels (B, H, W, C) all have these axes, the classes last.
     Binary: `members` (n, B, ...) probabilities of yes, the rest for each output, p(1-p) and Var_i[p].
-    Regression: `members` and `mean` are outputs, `aleatoric` (B, C) is the likelihood's 1/d^2, the entropies None.
+    Regression: `members` and `mean` are outputs (B, C), or maps as the networks give them, `aleatoric` is the
+    likelihood's 1/d^2 for each number, the entropies None.
     Both: `noise` (B,) is that 1/d^2, mean over the members: one number, or one for each input where d(x) was learned.
     """
 
@@ -75,22 +76,29 @@ class Posterior:
             network.to(device)
         return self
 
-    @torch.no_grad()
     def answers(self, x: Any, batch_size: int = 512) -> tuple[Tensor, Tensor]:
         """(B, ...) inputs -> (n, B, C) probabilities (regression: outputs) and (n, B) noise 1/d^2, on the CPU.
 
         Inputs are one tensor, a tuple of the network's arguments, or a dict of them by name: one forward pass of each
-        member over them, on its own device. Inputs that are not finite or that the networks cannot take raise a
-        DataError.
+        member over them, on its own device, in its precision. Inputs that are not finite or that the networks cannot
+        take raise a DataError.
         """
+        return self._answers(x, batch_size)[:2]
+
+    @torch.no_grad()
+    def _answers(self, x: Any, batch_size: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        """:meth:`answers`, and the shape of one output of a regression: of a map more than its last axis."""
         _check_inputs(x, batch_size)
+        shape: tuple[int, ...] = ()
         x, predictions, noises = trees.plain(x), [], []
         chunks = trees.chunks(x, batch_size)
         for network, constant in zip(self.networks, self.noise.float().cpu(), strict=True):
-            device = next(network.parameters()).device
+            weight = next(network.parameters())
             with evaluating(network):
-                parts = [self._outputs(network, trees.moved(part, device)).cpu() for part in chunks]
+                parts = [self._outputs(network, _like(weight, part)).cpu() for part in chunks]
             outputs = torch.cat(parts)
+            if self.task == "regression":
+                shape, outputs = tuple(outputs.shape[1:]), outputs.flatten(1)
             noise = constant.expand(len(outputs))
             if self.head:
                 outputs, log_d = likelihood.split_noise(outputs)
@@ -107,14 +115,16 @@ class Posterior:
                 f"network {network + 1} answers example {example} with NaN or infinity: its weights are damaged, "
                 "or the inputs are not in the range of the training's"
             )
-        return stacked, torch.stack(noises)
+        return stacked, torch.stack(noises), shape
 
     def _outputs(self, network: nn.Module, inputs: Any) -> Tensor:
-        """Logits in float32, classes last; of a regression (B, C) outputs."""
+        """Logits in float32, classes last; of a regression outputs as they are."""
         outputs = self.select(_forward(network, inputs)).float()
         if self.task == "classification" and outputs.dim() > 2 and not self.head:
             return likelihood.class_last(outputs)
-        return outputs if self.task == "binary" and outputs.dim() > 1 else outputs.flatten(1)
+        if outputs.dim() > 1 and (self.task == "binary" or (self.task == "regression" and not self.head)):
+            return outputs
+        return outputs.flatten(1)
 
     def members(self, x: Any, batch_size: int = 512) -> Tensor:
         """(B, ...) inputs -> (n, B, C) probabilities (classification) or outputs (regression), on the CPU."""
@@ -122,7 +132,12 @@ class Posterior:
 
     def predict(self, x: Any, batch_size: int = 512) -> Prediction:
         """(B, ...) inputs -> their :class:`Prediction`, at the cost of n forward passes."""
-        return self.judge(*self.answers(x, batch_size))
+        members, noise, shape = self._answers(x, batch_size)
+        found = self.judge(members, noise)
+        if len(shape) < 2:
+            return found
+        maps = {name: getattr(found, name) for name in ("members", "mean", "aleatoric", "epistemic")}
+        return replace(found, **{name: value.unflatten(-1, shape) for name, value in maps.items()})
 
     def judge(self, members: Tensor, noise: Tensor) -> Prediction:
         """(n, B, C) and (n, B) of :meth:`answers` -> the prediction of the ensemble."""
@@ -264,6 +279,15 @@ def logits_of(outputs: Any) -> Tensor:
             "or loss="
         )
     return found
+
+
+def _like(weight: Tensor, inputs: Any) -> Any:
+    """Inputs on the device of a network's weight, real numbers in its precision."""
+
+    def moved(x: Tensor) -> Tensor:
+        return x.to(weight.device, weight.dtype if x.is_floating_point() else None, non_blocking=True)
+
+    return trees.apply(inputs, moved)
 
 
 def _check_inputs(inputs: object, batch_size: int) -> None:

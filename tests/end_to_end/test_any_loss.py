@@ -427,6 +427,14 @@ class Both(nn.Module):
         return self.head(torch.cat([self.a(first), self.b(second)], 1).relu())
 
 
+def test_a_saved_run_finds_its_outputs_by_the_same_function(tmp_path: Path) -> None:
+    model, found = Answering(lambda logits: {"scores": logits}), lambda outputs: outputs["scores"]
+    result = prune(model, (X, Y), select=found)
+    result.save(tmp_path / "run")
+    again = dllp.load(tmp_path / "run", model, select=found)
+    assert torch.equal(again.posterior.predict(X).mean, result.posterior.predict(X).mean)
+
+
 def test_a_stream_goes_on_and_comes_back() -> None:
     from dllp.data import StreamedBatches
 
