@@ -41,10 +41,14 @@ _HOMES = {
     "dllp.pruner": ("Pruner",),
     "dllp.records": ("EpochRecord",),
 }
+_MODULES = ("baselines", "checkpoints", "data", "export", "result", "zoo")
+"""Those with public names."""
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name when it is first asked for: `dllp --help` must not wait for PyTorch."""
+    if name in _MODULES:
+        return import_module(f"dllp.{name}")
     for module, names in _HOMES.items():
         if name in names:
             value = globals()[name] = getattr(import_module(module), name)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dllp import notebook
 from dllp.config import SPIKE_AND_SLAB, TRAINED_EPOCHS, Config
-from dllp.data import ArrayData, Dataset, StreamBatches
+from dllp.data import ArrayData, Batches, Dataset, StreamBatches
 from dllp.data import load as load_data
 from dllp.devices import trees
 from dllp.devices.device import environment, undisturbed
@@ -307,6 +307,7 @@ def prune(
 
     state = _train(build, place, batches, checkpoints, on_epoch, on_step, on_start, progress)
     result = collect(state, structure, found.example, model if learned else None)
+    result.info["data"] |= normalisation(batches)
     if clock is not None:
         result.info["latency"] = clock.outcome(full.keep_latency, result.gates["keep"])
     return result
@@ -361,7 +362,9 @@ def train_dense(
         return state
 
     trained = _train(build, place, batches, checkpoints, on_epoch, on_step, on_start, progress)
-    return collect(trained, found.structure, found.example)
+    result = collect(trained, found.structure, found.example)
+    result.info["data"] |= normalisation(batches)
+    return result
 
 
 def _checked(config: Config | None, checkpoints: object, options: Mapping[str, Any] | None = None) -> Config:
@@ -565,6 +568,14 @@ def collect(state: RunState, structure: Structure, example: Any, original: nn.Mo
         shape=shape,
         original=None if original is None else copied(original).cpu().eval(),
     )  # fmt: skip
+
+
+def normalisation(batches: Source) -> dict[str, Any]:
+    """How inputs in memory or on disk were normalised, for an export that takes raw images; of loaders nothing."""
+    if not isinstance(batches, (Batches, StreamBatches)):
+        return {}
+    mean, std = (None if values is None else list(values) for values in (batches.data.mean, batches.data.std))
+    return {"dtype": str(batches.data.dtype).removeprefix("torch."), "mean": mean, "std": std}
 
 
 def _log_prior(state: RunState) -> dict[str, Any]:

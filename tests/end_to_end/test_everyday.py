@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from dllp.data import ArrayData, Dataset
 from dllp.errors import ConfigError, DataError, StructureError
 from dllp.notebook import Live
 from dllp.records import EpochRecord, best_epoch
+from tests.support.commands import ENVIRONMENT
 
 
 def network(width: int = 32) -> nn.Module:
@@ -50,6 +52,15 @@ def result(trained: nn.Module) -> dllp.Result:
     torch.manual_seed(1)
     config = dllp.Config(keep_flops=0.6, epochs=3, batch_size=20, particles=2, device="cpu")
     return dllp.prune(trained, images(), config, validation=images(30))
+
+
+# ---- names
+
+
+def test_modules_with_public_names_are_there_without_an_import_of_their_own() -> None:
+    names = "baselines.find, checkpoints.Checkpoints, data.load, export.export, result.Size, zoo.build"
+    code = f"import dllp; [eval('dllp.' + name) for name in '{names}'.split(', ')]"
+    subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, check=True, timeout=120)
 
 
 # ---- defaults by the start
@@ -200,6 +211,18 @@ def test_a_part_can_be_held_out_for_validation(trained: nn.Module) -> None:
     assert dense.history[0]["validation_accuracy"]
     with pytest.raises(DataError, match="cannot be held out of a DataLoader"):
         dllp.prune(trained, DataLoader(TensorDataset(*images()), batch_size=20), config, validation=0.2)
+
+
+def test_raw_images_are_normalised_in_an_export_as_they_were_in_training(tmp_path: Path) -> None:
+    """Also after the run was saved and loaded."""
+    raw, y = torch.randint(0, 256, (60, 1, 7, 7), dtype=torch.uint8), torch.arange(60) % 3
+    data = ArrayData(raw, y, mean=(0.4,), std=(0.2,))
+    found = dllp.prune(network(), data, keep_flops=0.6, epochs=1, batch_size=20, init="fresh", device="cpu")
+    found.save(tmp_path / "run")
+    expected = found.model(data.inputs(slice(0, 4)))
+    for k, each in enumerate((found, dllp.load(tmp_path / "run", network()))):
+        each.export(tmp_path / f"{k}.pt2", uint8=True)
+        torch.testing.assert_close(torch.export.load(tmp_path / f"{k}.pt2").module()(raw[:4]), expected)
 
 
 class Terminal:
