@@ -416,7 +416,7 @@ def check_targets(
         other = "regression" if task == "classification" else "classification"
         besides = ", or give classes as integers (labels.long())" if whole else ""
         if task == "classification" and targets.ndim == 2 and targets.shape[1] > 1:
-            raise DataError(_advice(targets))
+            raise DataError(_advice(targets, _target_shape(batches)))
         raise DataError(f"task = {task} does not fit labels of type {targets.dtype}: use task = {other}{besides}")
     try:
         outputs = objective.select(_outputs(model, example, training=False))
@@ -515,8 +515,13 @@ def _are_soft(targets: Tensor) -> bool:
     return targets.dim() == 2 and _are_probabilities(targets)
 
 
-def _advice(targets: Tensor) -> str:
-    """The way out for real targets (B, C) of a classification that are no probabilities: several labels, or numbers."""
+def _advice(targets: Tensor, shape: tuple[int, ...]) -> str:
+    """The way out for real targets (B, C) of a classification that are no probabilities: several labels, or numbers.
+
+    Of another shape as they were given they may be one-hot classes of pixels.
+    """
+    if len(shape) > 1 and _are_probabilities(targets.reshape(-1, *shape).movedim(1, -1).flatten(0, -2)):
+        return f"labels of shape {shape} are probabilities of each place's classes: give the classes, labels.argmax(1)"
     given = f"labels of type {targets.dtype} and shape (batch, {targets.shape[1]}) for a classification"
     if bool(((targets == 0) | (targets == 1)).all()):
         return f"{given} are several labels at once: use task = binary"

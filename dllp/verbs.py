@@ -117,5 +117,8 @@ def _inputs(given: Any, like: ArrayData) -> ArrayData:
 
 def _shape(result: Result) -> tuple[int, ...]:
     if not result.shape:
-        raise ConfigError("the result does not know one shape of inputs: give export example={name: tensor}, a batch")
+        raise ConfigError(
+            "the network takes several inputs, or has been given them by name: export takes example={name: tensor}, a "
+            "batch of them; speed and padding are for one input"
+        )
     return exporting.input_shape(result.model, result.shape)

@@ -264,7 +264,8 @@ def check_labels(
     """Raise unless `y` (N,) holds int64 in [0, num_classes); with `positions` also (N, ...), where -100 is no label."""
     if y.dtype != torch.int64:
         raise DataError(f"labels of {place} are {y.dtype}: int64 classes are needed (labels.long())")
-    if positions and y.ndim > 1:
+    several = positions and y.ndim > 1
+    if several:
         y = y[y != IGNORED]
         if not len(y):
             return
@@ -276,7 +277,9 @@ def check_labels(
     if num_classes == 1:
         raise DataError(f"the network has one output for the classes of {place}: it needs one for each, two at least")
     if num_classes is not None and high >= num_classes:
-        raise DataError(f"label {high} in {place} is out of range for {num_classes} classes: use 0..{num_classes - 1}")
+        other = f", and {IGNORED} where none counts" if several else ""
+        given = f"label {high} in {place} is out of range for {num_classes} classes"
+        raise DataError(f"{given}: use 0..{num_classes - 1}{other}")
 
 
 def check_finite(x: Tensor, place: str) -> None:

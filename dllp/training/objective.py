@@ -79,7 +79,9 @@ class Objective:
     def __call__(self, network: nn.Module, x: Any, y: Any = None) -> Outcome:
         if self.loss is None and y is not None:
             return self._outcome(network, x, y)
-        with failing("the network" if self.loss is None else "the loss"):
+        with (
+            failing("the network") if self.loss is None else failing("the loss", "it is called as loss(network, batch)")
+        ):
             found = self._outcome(network, x, y) if self.loss is None else self._custom(network, x, y)
         loss = found.loss
         if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
@@ -92,6 +94,11 @@ class Objective:
         if y is None:
             outputs, y = self._called(network, x)
             own = entry(outputs, "loss")
+            if own is None and y is None:
+                raise DataError(
+                    f"a batch has {', '.join(x)}, but no {LABELS}, and the network returns no loss: name the labels "
+                    f"{LABELS!r}, or give loss="
+                )
             if own is not None:
                 scored = isinstance(y, Tensor) and y.dim() == 1
                 return Outcome(own, self.select(outputs), labels=y, scored=scored)
@@ -136,12 +143,16 @@ class Objective:
 
 
 @contextmanager
-def failing(what: str) -> Iterator[None]:
-    """One line for an error of something of the user's on a batch; what breaks a capture off passes."""
+def failing(what: str, called: str = "") -> Iterator[None]:
+    """One line for an error of something of the user's on a batch; what breaks a capture off passes.
+
+    A TypeError, of a function of other arguments, says how it is `called`.
+    """
     try:
         yield
     except MISTAKES as error:
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if type(error) not in MISTAKES or capturing:
             raise
-        raise DataError(f"{what} fails on a batch, {type(error).__name__}: {first_line(error)}") from error
+        hint = f": {called}" if called and isinstance(error, TypeError) else ""
+        raise DataError(f"{what} fails on a batch, {type(error).__name__}: {first_line(error)}{hint}") from error

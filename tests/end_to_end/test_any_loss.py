@@ -458,6 +458,8 @@ MISTAKES: list[tuple[str, Any, Any, str]] = [
     ("NaN", None, lambda net, b: net(b[0]).sum() * torch.nan, "the loss of the first examples is nan"),
     ("an error", None, lambda net, b: net(b["x"]).sum(), "the loss fails on a batch, TypeError"),
     ("no argument", [{"image": X[:4], "labels": Y[:4]}], None, "the network fails on a batch, TypeError"),
+    ("no labels", [{"input": X[:4]}], None, "a batch has input, but no labels, and the network returns no loss"),
+    ("torch's loss", None, nn.CrossEntropyLoss(), r"TypeError: .*: it is called as loss\(network, batch\)"),
     ("no batch", [], None, "there is no batch"),
     ("no tensors", [3, 4], None, "holds no tensor of examples"),
     ("lengths", (X, X[:3], Y), None, r"tensors of \[3, 24\] examples"),
@@ -501,9 +503,10 @@ def test_a_loss_that_fails_later_is_one_line(name: str, epochs: int) -> None:
 
 def test_a_later_batch_without_what_the_network_takes() -> None:
     whole = {"image": X[:8], "scale": torch.ones(8, 1), "labels": Y[:8]}
-    for name, words in (("scale", "missing 1 required positional argument: 'scale'"), ("labels", "NoneType")):
+    fails = "the network fails on a batch, TypeError.*missing 1 required positional argument: 'scale'"
+    for name, words in (("scale", fails), ("labels", "a batch has image, scale, but no labels")):
         without = {key: value for key, value in whole.items() if key != name}
-        with pytest.raises(DataError, match=f"the network fails on a batch, TypeError.*{words}"):
+        with pytest.raises(DataError, match=words):
             dllp.prune(TwoInputs(), [whole, without], config())
 
 
@@ -523,6 +526,15 @@ def test_a_users_own_exception_passes() -> None:
 
     with pytest.raises(Stopped):
         dllp.prune(network(), (X, Y), config(), loss=loss)
+
+
+def test_labels_of_pixels_that_do_not_fit() -> None:
+    segmenter, labels = nn.Sequential(nn.Conv2d(1, 8, 1), nn.ReLU(), nn.Conv2d(8, 3, 1)), torch.full((24, 6, 6), 255)
+    labels[:, 1:] = 0
+    with pytest.raises(DataError, match=r"label 255 .* use 0\.\.2, and -100 where none counts"):
+        prune(segmenter, (X, labels))
+    with pytest.raises(DataError, match=r"labels of shape \(3, 6, 6\) .* give the classes, labels\.argmax\(1\)"):
+        prune(segmenter, (X, F.one_hot(labels % 3, 3).movedim(-1, 1).float()))
 
 
 def test_a_loss_that_breaks_later_names_the_step() -> None:
