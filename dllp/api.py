@@ -21,7 +21,7 @@ from dllp.devices import trees
 from dllp.devices.device import environment, undisturbed
 from dllp.devices.mesh import Place
 from dllp.devices.ranks import Ranks
-from dllp.errors import ConfigError, NumericsError, StructureError
+from dllp.errors import ConfigError, NumericsError, StructureError, check_callable
 from dllp.method import likelihood
 from dllp.posterior import Posterior, posterior_of
 from dllp.prepare import (
@@ -277,6 +277,7 @@ def prune(
         data = load_data(os.fsdecode(data))
     if isinstance(validation, int | float):
         data, validation = held_out(data, validation, chosen.seed)
+    check_callable(loss=loss, select=select, metrics=metrics, groups=groups, filter_fn=filter_fn)
     channels, objective = chosen.granularity == "channel", Objective(chosen, loss, select)
     check_network(model)
     model = as_float32(model)
@@ -343,6 +344,7 @@ def train_dense(
     chosen, ranks = _checked(config, checkpoints, options), ranks or Ranks()
     if isinstance(validation, int | float):
         data, validation = held_out(data, validation, chosen.seed)
+    check_callable(loss=loss, select=select, groups=groups)
     objective = Objective(chosen, loss, select)
     check_network(model)
     model = as_float32(model)

@@ -54,6 +54,13 @@ def check_count(**named: Any) -> None:
             raise ConfigError(f"{name} = {value!r:.60}: a whole number is needed, at least 1")
 
 
+def check_callable(**named: Any) -> None:
+    """Raise unless every argument, given by its name, is a function or None."""
+    for name, value in named.items():
+        if value is not None and not callable(value):
+            raise ConfigError(f"{name} is a {type(value).__name__}: give a function")
+
+
 class DataError(DllpError):
     """The data cannot be used: missing, damaged, of the wrong shape, or with labels out of range."""
 

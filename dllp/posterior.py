@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dllp.config import Config
 from dllp.devices import trees
-from dllp.errors import DataError, StructureError, first_line
+from dllp.errors import DataError, StructureError, check_count, first_line
 from dllp.method import likelihood
 from dllp.structure.trace import UNFIT
 
@@ -88,6 +88,7 @@ class Posterior:
     @torch.no_grad()
     def _answers(self, x: Any, batch_size: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         """:meth:`answers`, and the shape of one output of a regression: of a map more than its last axis."""
+        check_count(batch_size=batch_size)
         _check_inputs(x, batch_size)
         shape: tuple[int, ...] = ()
         x, predictions, noises = trees.plain(x), [], []

@@ -16,7 +16,7 @@ from dllp.config import Config
 from dllp.devices import trees
 from dllp.devices.device import check_precision, check_repeatable, find_device
 from dllp.devices.mesh import Axis, Place, merged
-from dllp.errors import ArtifactError, ConfigError, StructureError, check_count
+from dllp.errors import ArtifactError, ConfigError, StructureError, check_callable, check_count
 from dllp.prepare import (
     Data,
     Prepared,
@@ -61,7 +61,8 @@ class Pruner(torch.optim.Optimizer):
         filter_fn: `filter_fn(module, name)` says what may be touched.
         groups: `groups(name, parameter)` gives factors of `lr` and `weight_decay`.
         optimizer: Builds another optimiser of the given parameters; it then takes the steps, of gradients in which the
-            Stein direction and the prior are, with its own rate and decay. A scheduler may be built on either.
+            Stein direction and the prior are, with its own rate and decay. A scheduler may be built on either. Or
+            the option, such as `adamw`.
         gates: False trains the networks as they are, without gates, prior and Stein term.
         validation: Data to measure on where the gates are decided, at the end, and by :meth:`end_epoch`; with `loss`
             and `metrics` as for :func:`dllp.prune`. No step learns from it.
@@ -75,14 +76,14 @@ class Pruner(torch.optim.Optimizer):
 
     def __init__(
         self, model: nn.Module, example: Any, config: Config | None = None, *, num_data: int, steps: int,
-        filter_fn: FilterFn | None = None, groups: Groups | None = None, optimizer: OptimizerFactory | None = None,
-        gates: bool = True, validation: Data | None = None, loss: LossFn | None = None, metrics: Metrics | None = None,
-        **options: Any,
+        filter_fn: FilterFn | None = None, groups: Groups | None = None,
+        optimizer: OptimizerFactory | str | None = None, gates: bool = True, validation: Data | None = None,
+        loss: LossFn | None = None, metrics: Metrics | None = None, **options: Any,
     ) -> None:  # fmt: skip
         check_count(num_data=num_data, steps=steps)
-        for name, given in {"optimizer": optimizer, "groups": groups, "filter_fn": filter_fn}.items():
-            if given is not None and not callable(given):
-                raise ConfigError(f"{name} is a {type(given).__name__}: give a function, see dllp.Pruner")
+        if isinstance(optimizer, str):  # the option of the same name
+            options, optimizer = {**options, "optimizer": optimizer}, None
+        check_callable(optimizer=optimizer, groups=groups, filter_fn=filter_fn)
         config = new_config(config, steps, options)
         if config.likelihood == "gaussian" and config.task != "regression":
             raise ConfigError("likelihood = gaussian needs labels, and an own loop has losses only: leave it out")

@@ -473,6 +473,7 @@ def test_a_run_that_ends_before_its_gates_are_decided_says_so() -> None:
 def test_options_in_place_of_a_config_and_a_loss_alone() -> None:
     ours = dllp.Pruner(model(), X[:2], config(), num_data=24, steps=3, keep_flops=0.7)
     assert ours.run.config.keep_flops == 0.7
+    assert pruner(optimizer="adamw", lr=0.01).run.config.optimizer == "adamw"
     assert ours.run.config.epochs == 3
     run(ours, 1)
     assert ours.end_epoch(0.5, torch.tensor(0.25)).loss == [0.5]

@@ -95,7 +95,7 @@ def dense_posterior(result: Result) -> Posterior | None:
     if result.original is None:
         return None
     noise = result.info.get("dense_noise", torch.nan)
-    return posterior_of([result.original], torch.tensor([noise]), result.config)
+    return posterior_of([result.original], torch.tensor([noise]), result.config, result.posterior.select)
 
 
 @undisturbed()
@@ -183,7 +183,7 @@ def _groups(
         groups.append(group(DENSE, dense, [DENSE], [result.dense]))
     if references:
         networks = [particle.reference for particle in result.particles]
-        whole = posterior_of(networks, result.posterior.noise, result.config)
+        whole = posterior_of(networks, result.posterior.noise, result.config, result.posterior.select)
         groups.append(group(REFERENCES, whole, [f"reference {i}" for i in numbers], [result.dense] * len(networks)))
     groups.append(group(TOGETHER, result.posterior, [f"particle {i}" for i in numbers], result.sizes))
     if drawn is not None:

@@ -189,7 +189,7 @@ def allowed(filter_fn: FilterFn | None, module: nn.Module, name: str) -> bool:
     return bool(answer)
 
 
-def discover_again(model: nn.Module, example: Tensor, whole: Mapping[str, str], config: Config) -> Structure:
+def discover_again(model: nn.Module, example: Tensor | tuple, whole: Mapping[str, str], config: Config) -> Structure:
     """The groups that a finished run had; its reasons for layers that stay whole stand for its filter_fn."""
     kept = {reason.removeprefix(FILTERED) for reason in whole.values() if reason.startswith(FILTERED)}
     options = {"units": config.units, "even": config.even}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import dllp
 from dllp import Config, ConfigError, DataError, DllpError, Result, StructureError
 from dllp.data import from_pair
-from dllp.evaluation.evaluate import measure
+from dllp.evaluation.evaluate import dense_posterior, measure
+from dllp.prepare import as_labelled
 from dllp.records import Size
 from tests.support.short_runs import config, network
 
@@ -435,6 +437,22 @@ def test_a_saved_run_finds_its_outputs_by_the_same_function(tmp_path: Path) -> N
     assert torch.equal(again.posterior.predict(X).mean, result.posterior.predict(X).mean)
 
 
+def test_the_network_before_and_drawn_gates_are_read_as_the_run_was() -> None:
+    """Several inputs, and logits that `select` finds."""
+
+    class Scores(Both):
+        def forward(self, first: Tensor, second: Tensor) -> Any:
+            return {"scores": super().forward(first, second)}
+
+    inputs, find = (TOKENS.float(), HALF), lambda outputs: outputs["scores"]
+    result = prune(Scores(), (*inputs, Y), select=find)
+    drawn = [dllp.sample_gates(result, x, 2).predict(inputs) for x in (inputs, {"second": HALF, "first": inputs[0]})]
+    assert torch.equal(drawn[0].mean, drawn[1].mean)
+    known = replace(result, original=Scores())
+    rows = measure(known, as_labelled((*inputs, Y)), dense_posterior(known), references=True).rows
+    assert {"dense", "reference 1"} <= {row.name for row in rows}
+
+
 def test_a_stream_goes_on_and_comes_back() -> None:
     from dllp.data import StreamedBatches
 
@@ -465,6 +483,12 @@ MISTAKES: list[tuple[str, Any, Any, str]] = [
     ("lengths", (X, X[:3], Y), None, r"tensors of \[3, 24\] examples"),
     ("no length", iter([(X, Y)]), None, "has no length: give steps="),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["loss", "select", "metrics", "groups", "filter_fn"])
+def test_what_is_no_function(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is a list: give a function"):
+        dllp.prune(network(), (X, Y), config(), **{name: [1]})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("data", "loss", "words"), [m[1:] for m in MISTAKES], ids=[m[0] for m in MISTAKES])
