@@ -91,8 +91,9 @@ def lines(
     shares = [f"{_share(size, dense, 'macs')} of the FLOPs, {_share(size, dense, 'params')} of the parameters"
               for size in sizes]  # fmt: skip
     counted, keep = config.budget
-    budget = f" (budget: {100 * keep:g}% of the {COUNTED[counted]})" if keep else ""
-    found = [f"dllp.Result: {n} pruned network{'s' * (n > 1)}{budget}"]
+    cut = any(size != dense for size in sizes)
+    budget = f" (budget: {100 * keep:g}% of the {COUNTED[counted]})" if keep and cut else ""
+    found = [f"dllp.Result: {n} {'pruned' if cut else 'whole'} network{'s' * (n > 1)}{budget}"]
     found += [f"  particle {i + 1}: {share}" for i, share in enumerate(shares[:4])] + ["  ..."] * (n > 4)
     if history and history[-1].get("loss"):
         last = history[-1]
@@ -113,8 +114,9 @@ def summary(
     """A result as HTML: what each particle costs, and what is left of each layer."""
     n = len(sizes)
     counted, keep = config.budget
-    asked = f", asked to keep {100 * keep:g}% of the {COUNTED[counted]}" if keep is not None else ""
-    head = f"<b>dllp</b>: {n} pruned network{'s' * (n > 1)}{asked}"
+    cut = any(size != dense for size in sizes)
+    asked = f", asked to keep {100 * keep:g}% of the {COUNTED[counted]}" if keep is not None and cut else ""
+    head = f"<b>dllp</b>: {n} {'pruned' if cut else 'whole'} network{'s' * (n > 1)}{asked}"
     if history and history[-1].get("loss"):
         head += f"; loss {fmean(history[-1]['loss']):.4f} after {len(history)} epochs"
     rows = [("dense", dense), *((f"particle {i + 1}", size) for i, size in enumerate(sizes))]

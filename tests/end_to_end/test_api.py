@@ -129,6 +129,7 @@ def test_train_dense_prunes_nothing() -> None:
     model = network()
     before = snapshot(model)
     result = dllp.train_dense(model, images(), config(epochs=3))
+    assert "whole network" in repr(result) and "budget" not in repr(result)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert result.sizes == [result.dense] * 2 and result.widths == {}
     assert [v.shape for v in result.model.state_dict().values()] == [v.shape for v in before.values()]
