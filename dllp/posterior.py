@@ -29,7 +29,7 @@ class Prediction:
     Of tokens (B, T, C) and pixels (B, H, W, C) all have these axes, the classes last.
     Binary: `members` (n, B, ...) probabilities of yes, the rest for each output, p(1-p) and Var_i[p].
     Regression: `members` and `mean` are outputs (B, C), or maps as the networks give them, `aleatoric` is the
-    likelihood's 1/d^2 for each number, the entropies None.
+    likelihood's 1/d^2 for each number (1 where the loss was another, from which none is learned), the entropies None.
     Both: `noise` (B,) is that 1/d^2, mean over the members: one number, or one for each input where d(x) was learned.
     """
 
