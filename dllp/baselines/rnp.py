@@ -192,7 +192,7 @@ class RuntimePruning(Dynamic):
         def step(state: RunState) -> None:
             network = state.particles.networks[0]
             policy, since = policy_of(network), state.progress - self.random
-            if since < 0:
+            if since < 0 or self.random == 1:  # the last step, too
                 policy.explore.fill_(1.0)
             elif policy.fixed:
                 policy.explore.fill_(0.0)

@@ -441,6 +441,11 @@ def test_runs_repeat_and_never_look_at_test_images(name: str) -> None:
     assert torch.equal(first.masks(x), again.masks(x)) and torch.equal(first.network(x), again.network(x))
 
 
+def test_all_epochs_may_have_random_actions() -> None:
+    found, _ = whole_run("rnp:random=1", epochs=1)
+    assert float(policy_of(found.network).explore) == 1.0
+
+
 def test_what_cannot_be() -> None:
     assert not DYNAMIC.keys() & METHODS.keys()
     for name, method in DYNAMIC.items():
