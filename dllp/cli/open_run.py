@@ -103,15 +103,22 @@ def imported(path: str) -> nn.Module:
     return model
 
 
-def check_import(task: Task, args: Namespace, whose: str, folder: Path | None = None) -> None:
-    """Raise where a file names code to import that the user neither names nor trusts, now or before for the folder."""
-    for name in task.code:
+def check_import(
+    task: Task, args: Namespace, whose: str, folder: Path | None = None,
+    parts: Sequence[str] = ("model", "data", "loss"),
+) -> None:  # fmt: skip
+    """Raise where a file names code to import that the user neither names nor trusts, now or before for the folder.
+
+    `parts` are the fields of the task that the command imports.
+    """
+    code = [name for name in task.code if name in parts]
+    for name in code:
         what, path = {"model": "network"}.get(name, name), getattr(task, name)
         known = folder is not None and settings.is_trusted(folder, path)
         if name not in args.chosen and not args.trust_imports and not known:
             raise ConfigError(f"{whose} {what} is code, {path}: name it with --{name}, or add --trust-imports")
     if folder is not None and args.trust_imports:
-        settings.trust(folder, [getattr(task, name) for name in task.code])
+        settings.trust(folder, [getattr(task, name) for name in code])
 
 
 @dataclass(frozen=True)
@@ -181,7 +188,7 @@ def read_run(folder: Path, args: Namespace, *, needed: Sequence[str] = ("model",
             raise ConfigError(f"{folder} has no {SETTINGS}: name the run's {name} with --{name}")
     task, _ = settings.split({**stored, **chosen})
     if "model" in needed:
-        check_import(task, args, "the run's", folder)
+        check_import(task, args, "the run's", folder, ("model",))  # no command on a finished run imports data or loss
     info = files.typed(Info, record.info, f"{folder / RUN}: info")
     sizes = info.data.num_classes, info.data.in_channels, info.data.image_size, *info.data.shape
     if not all(0 <= size <= LARGEST for size in sizes) or min(info.data.std or (1.0,)) <= 0:

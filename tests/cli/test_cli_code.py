@@ -55,6 +55,7 @@ def test_a_run_of_own_code(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     result = dllp.load("run", owncode.net())
     assert result.sizes[0].macs <= 0.5 * result.dense.macs and len(result.history) == 2
     assert main(["prune", "--resume", *NAMED, "--out", "run"]) == 0
+    assert main(["analyze", "run", *NAMED[:2], "--quiet"]) == 0, "data and loss are not imported"
     assert main(["prune", "--config", "run/config.yaml", "--out", "again"]) == 2
     assert "is code, owncode:net: name it with --model, or add --trust-imports" in capsys.readouterr().err
     assert main(["prune", "--config", "run/config.yaml", "--trust-imports", "--quiet", "--out", "again"]) == 0
