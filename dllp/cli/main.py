@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return UNHEARD
         return _fail(f"{error.filename or 'output'}: {error.strerror or error}", error)
     except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's: a mistake in the options must not wait for PyTorch
+        # By name, as a mistake in the options must not wait for PyTorch; its CPU allocator raises a plain RuntimeError.
+        if type(error).__name__ != "OutOfMemoryError" and "DefaultCPUAllocator" not in str(error):
             raise
         return _fail("out of memory: give --recompute or --accumulate 4, or lower --batch-size or --particles", error)
 

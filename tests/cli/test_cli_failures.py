@@ -95,7 +95,13 @@ def test_no_space_after_the_first_checkpoint_says_how_to_go_on(
     assert digest(out) == digest(whole)
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), MemoryError(), OSError(errno.EPIPE, "Broken pipe")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA"), RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError(),
+        OSError(errno.EPIPE, "Broken pipe"),
+    ],
+)  # fmt: skip
 def test_what_is_no_fault_of_the_run_says_how_to_go_on(
     error: Exception, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
