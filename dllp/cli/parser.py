@@ -57,7 +57,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     args, rest = parser.parse_known_args(_usual(words))
     if rest:
         word = next((word.partition("=")[0] for word in rest if word.startswith("-")), rest[0])
-        known = commands.choices[args.command]._option_string_actions
+        known = commands.choices[args.command]._option_string_actions if word.startswith("-") else ()
         raise ConfigError(f"unexpected argument {word}: {nearest(word, known, f'see dllp {args.command} --help')}")
     given = vars(args)
     args.chosen = {name.removeprefix(CHOSEN): given.pop(name) for name in [*given] if name.startswith(CHOSEN)}
