@@ -78,8 +78,18 @@ def _usual(words: Sequence[str]) -> list[str]:
 # ---- options by their types
 
 
-def add(group: Group, flag: str, kind: Any, text: str, **options: Any) -> None:
-    """An option with values of an annotated type, a bool by its name alone; help shows a default that is given."""
+def add(group: Group, flag: str, kind: Any, text: str, *, least: int | None = None, **options: Any) -> None:
+    """An option with values of an annotated type, numbers of at least `least`; a bool by its name alone.
+
+    Help shows a default that is given.
+    """
+
+    def value(word: str) -> Any:
+        found = convert(name, word, kind)
+        if least is not None and found < least:
+            raise ConfigError(f"{name} = {word}: at least {least} is needed")
+        return found
+
     name = flag.removeprefix("--").replace("-", "_")
     if options.get("default", argparse.SUPPRESS) is not argparse.SUPPRESS:
         text += f" (default: {options['default']})"
@@ -87,7 +97,7 @@ def add(group: Group, flag: str, kind: Any, text: str, **options: Any) -> None:
         options.setdefault("action", "store_true")
     else:
         options.setdefault("metavar", _metavar(kind))
-        options["type"] = lambda word: convert(name, word, kind)
+        options["type"] = value
     group.add_argument(flag, help=text.replace("%", "%%"), **options)
 
 
@@ -144,7 +154,7 @@ def _folder(parser: Parser) -> None:
     add_fields(parser, Task, ("model",), defaults=False)
     add(parser, *TRUST)
     text = "Shape of one input, where the run does not say it: channels, height, width."
-    add(parser, "--shape", int, text, nargs="+")
+    add(parser, "--shape", int, text, nargs="+", least=1)
 
 
 def add_launcher(group: Group) -> None:
@@ -169,9 +179,9 @@ def _prune(parser: Parser) -> None:
     add(group, "--overwrite", bool, "Replace the run that the folder holds.")
     add(group, "--resume", bool, "Go on with the unfinished run in the folder.")
     text = "Steps between two checkpoints, besides one at each epoch's end; 0 for no others."
-    add(group, "--checkpoint-steps", int, text, default=0)
+    add(group, "--checkpoint-steps", int, text, default=0, least=0)
     text = "Minutes between two checkpoints, besides one at each epoch's end; 0 for no others."
-    add(group, "--checkpoint-minutes", float, text, default=10.0)
+    add(group, "--checkpoint-minutes", float, text, default=10.0, least=0)
     add(group, "--config", str, "YAML settings, such as a run folder's config.yaml.", metavar="FILE")
     add(group, *TRUST)
     text = "Curves and histograms for TensorBoard, in the run folder; needs pip install 'dllp[tensorboard]'."
@@ -269,7 +279,7 @@ def _speed(parser: Parser) -> None:
     add(parser, "--batch", int, "Batch sizes.", nargs="+", default=[1, 64])
     text = "Show what multiples of this many channels would do; 1 for nothing."
     add(parser, "--round-to", int, text, default=8)
-    add(parser, "--seconds", float, "Time for each setting.", default=5.0)
+    add(parser, "--seconds", float, "Time for each setting.", default=5.0, least=0)
     add(parser, "--json", str, "File for every figure.", metavar="FILE")
     add(parser, *QUIET)
 
@@ -278,8 +288,8 @@ def _structure(parser: Parser) -> None:
     about = "List what of a network can be removed, what it costs, and what stays whole and why. Nothing is trained."
     _describe(parser, "structure", about, STRUCTURE)
     add_fields(parser, Task, ("model", "data", "data_root", "image_size"))
-    add(parser, "--shape", int, "Shape of one input, in place of data: channels, height, width.", nargs="+")
-    add(parser, "--tokens", int, "Length of one input of token numbers, in place of data.")
+    add(parser, "--shape", int, "Shape of one input, in place of data: channels, height, width.", nargs="+", least=1)
+    add(parser, "--tokens", int, "Length of one input of token numbers, in place of data.", least=1)
     add(parser, "--json", str, "File for every group.", metavar="FILE")
     add(parser, *QUIET)
 
@@ -288,8 +298,8 @@ def _profile(parser: Parser) -> None:
     about = "Time the layers of a network at several widths on this machine, for `dllp prune --keep-latency` on any."
     _describe(parser, "profile", about, PROFILE)
     add_fields(parser, Task, ("model", "data", "data_root", "image_size"))
-    add(parser, "--shape", int, "Shape of one input, in place of data: channels, height, width.", nargs="+")
-    add(parser, "--classes", int, "Outputs of a network by name, where no data say it.", default=10)
+    add(parser, "--shape", int, "Shape of one input, in place of data: channels, height, width.", nargs="+", least=1)
+    add(parser, "--classes", int, "Outputs of a network by name, where no data say it.", default=10, least=1)
     kind = Literal["onnxruntime", "torch", "torch-cuda"]
     add(parser, "--runtime", kind, "Where it will run: CPU, or CUDA as a captured graph.", default="onnxruntime")
     add(parser, "--threads", int, "CPU threads.", default=1)
