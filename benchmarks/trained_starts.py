@@ -1,4 +1,4 @@
-"""Rates for trained starts: a grid on the digits and on a part of CIFAR-10, judged on held-out training images.
+"""Rates for trained starts: a grid on the digits and on a part of CIFAR-10, measured on held-out training images.
 
     python benchmarks/trained_starts.py --data digits --batch 32 256 --epochs 5 --lr 0.0125 0.05 --out FILE
     python benchmarks/trained_starts.py --data cifar10 --data-root DIR --batch 32 128 512 --epochs 5 15 --lr 0.025 0.1

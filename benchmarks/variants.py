@@ -3,7 +3,7 @@
     python benchmarks/variants.py --data-root DIR --try given-channel-55 --try given-channel-55 lr=0.2 --out FILE
 
 Each `--try` is a row and what differs from it. One line of JSON for each run is appended to --out; a run whose line is
-there is not run again. No test image is read: every network is judged on the images that `--validation` holds out.
+there is not run again. No test image is read: every network is measured on the images that `--validation` holds out.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Store:
 
     def __init__(self, folder: Path, sources: Sequence[Store] = (), note: Mapping[str, Any] | None = None) -> None:
         self.folder, self.sources, self.note = folder, sources, note or {}
-        self.runs, self.judged = folder / RUNS, folder / FIGURES
+        self.runs, self.measured = folder / RUNS, folder / FIGURES
 
     def lines(self) -> list[dict[str, Any]]:
         """Every finished job by its latest line, in the order of finishing; a torn last line is none."""
@@ -107,14 +107,14 @@ class Store:
         `date` tells runs of the same job apart.
         """
         for store in (self, *self.sources):
-            for line in reversed(_lines(store.judged)):
+            for line in reversed(_lines(store.measured)):
                 if (line.get("digest"), line.get("date")) == (digest, date):
                     return line
         return None
 
     def add_figures(self, line: Mapping[str, Any]) -> dict[str, Any]:
         """Append the metrics of a job's probabilities."""
-        self._append(self.judged, {**line, **self.note})
+        self._append(self.measured, {**line, **self.note})
         return dict(_finite(line))
 
     def forget(self, digest: str) -> None:
@@ -142,14 +142,14 @@ class Store:
             raise ArtifactError(f"cannot write {path}: {error.strerror}; free some space and go on") from None
 
     def _predicted(self, digest: str) -> bool:
-        return self._arrays(digest).exists() or any(line.get("digest") == digest for line in _lines(self.judged))
+        return self._arrays(digest).exists() or any(line.get("digest") == digest for line in _lines(self.measured))
 
     def probabilities(self, digest: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """(n, B, C) float64 probabilities by version of the test set, each summing to 1, and labels (B,)."""
         held = [store._arrays(digest) for store in (self, *self.sources)]
         path = next((path for path in held if path.exists()), None)
         if path is None:
-            where = f"{self.judged} holds no figures of that run either"
+            where = f"{self.measured} holds no figures of that run either"
             raise ArtifactError(f"{held[0]} is missing, and {where}: {_way(digest)}")
         with files.open_plain(path) as file:
             try:

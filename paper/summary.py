@@ -343,7 +343,7 @@ def write_summary(table: Table, store: Store, variant: Variant) -> dict[str, Any
         raise ArtifactError(f"{store.runs} or {FIGURES}: a run is not one of {table.name} ({error!r}): {way}") from None
     files.write_bytes(store.folder / MARKDOWN, text.encode())
     for row in table.rows:
-        if row.predictions == "judged":
+        if row.predictions == "measured":
             for line in table.members(row, lines, variant):
                 store.forget(line["digest"])
     if draw is not None and render.matplotlib_installed():

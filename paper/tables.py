@@ -36,7 +36,7 @@ class Row:
         job: What is run, its seed aside.
         seeds: The seeds of a full run.
         wanted: Targets: `drop` at most, `acc` and `gain` (of the ensemble over dense) at least.
-        predictions: Of its test probabilities `none` are stored, they are `judged` and removed once their metrics are
+        predictions: Of its test probabilities `none` are stored, they are `measured` and removed once their metrics are
             stored, or they are `kept` because more may be computed from them.
         note: Added to the table's text where the row has runs.
         title: The method's name in the table, instead of the job's.
@@ -46,7 +46,7 @@ class Row:
     job: Job
     seeds: tuple[int, ...] = THREE
     wanted: tuple[tuple[str, float], ...] = ()
-    predictions: Literal["none", "judged", "kept"] = "none"
+    predictions: Literal["none", "measured", "kept"] = "none"
     note: str = ""
     title: str = ""
 
@@ -620,8 +620,8 @@ FRACTIONS = (20, 40, 60, 80, 100)
 VEHICLES = ("airplane", "automobile", "ship", "truck")
 
 
-def _judged_row(name: str, job: Job, seeds: tuple[int, ...] = THREE) -> Row:
-    return Row(name, job, seeds, predictions="judged")
+def _measured_row(name: str, job: Job, seeds: tuple[int, ...] = THREE) -> Row:
+    return Row(name, job, seeds, predictions="measured")
 
 
 def _kept_row(name: str, job: Job, seeds: tuple[int, ...] = THREE) -> Row:
@@ -631,12 +631,12 @@ def _kept_row(name: str, job: Job, seeds: tuple[int, ...] = THREE) -> Row:
 
 def _figure3() -> Table:
     job = Job("vgg11_bn", "dllp", keep=kept("50"))
-    rows = [_judged_row(f"data-{percent}", replace(job, fraction=percent / 100)) for percent in FRACTIONS]
+    rows = [_measured_row(f"data-{percent}", replace(job, fraction=percent / 100)) for percent in FRACTIONS]
     return Table("figure3", "Figure 3: uncertainty of a pruned VGG-11 on CIFAR-10", tuple(rows), sources=("figure4",))
 
 
 def _figure4() -> Table:
-    rows = (_judged_row("data-100", Job("vgg11_bn", "dllp", keep=kept("50"))),)
+    rows = (_measured_row("data-100", Job("vgg11_bn", "dllp", keep=kept("50"))),)
     title = "Figure 4: likelihood and posterior of a pruned VGG-11 on CIFAR-10"
     return Table("figure4", title, rows, sources=("figure3",))
 
@@ -648,14 +648,14 @@ def _reliability() -> Table:
     animals = Job("vgg11_bn", "dense", without=VEHICLES)
     rows = (
         _kept_row("resnet56-dense", Job("resnet56", "dense"), FIVE),
-        _judged_row("resnet56-l1-55", replace(resnet, **filters)),
-        _judged_row("resnet56-dllp-55", resnet, FIVE),
-        _judged_row("resnet56-dllp-55-n4", replace(resnet, changes={"particles": 4})),
+        _measured_row("resnet56-l1-55", replace(resnet, **filters)),
+        _measured_row("resnet56-dllp-55", resnet, FIVE),
+        _measured_row("resnet56-dllp-55-n4", replace(resnet, changes={"particles": 4})),
         _kept_row("vgg16-dense", Job("vgg16_bn", "dense"), FIVE),
-        _judged_row("vgg16-l1-74.65", replace(vgg, **filters)),
-        _judged_row("vgg16-dllp-74.65", vgg, FIVE),
+        _measured_row("vgg16-l1-74.65", replace(vgg, **filters)),
+        _measured_row("vgg16-dllp-74.65", vgg, FIVE),
         _kept_row("animals-dense", animals),
-        _judged_row("animals-dllp-50", replace(animals, method="dllp", keep=kept("50"))),
+        _measured_row("animals-dllp-50", replace(animals, method="dllp", keep=kept("50"))),
     )
     title = "Reliability: dense and pruned networks on clean, corrupted and foreign data"
     return Table("reliability", title, rows, sources=("table1", "table2"))

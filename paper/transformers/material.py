@@ -23,7 +23,7 @@ class Material:
 
     Attributes:
         train: As :func:`dllp.prune` takes it.
-        held: What rows are judged by.
+        held: What rows are measured on.
         described: Where it comes from, for the line.
     """
 
@@ -63,7 +63,7 @@ def material(
 
 
 def _digest(data: Any) -> str:
-    """A name for the very numbers that are trained on, or judged by."""
+    """A name for the very numbers that are trained on, or measured on."""
     tensors = [data.x, data.y] if isinstance(data, ArrayData) else trees.tensors(data)
     total = hashlib.sha256()
     for tensor in tensors:
@@ -75,16 +75,16 @@ def _questions(name: str, folders: Folders, seed: int, held: str, length: int) -
     read, classes = (texts.trec, 6) if name == "trec" else (texts.sst2, 2)
     tokenizer, network = texts.minilm(_needed(folders.models, "--models"), classes, seed)
     folder = _needed(folders.texts, "--texts")
-    train, judged = (texts.encoded(tokenizer, *read(folder, part), length) for part in ("train", held))
-    return Material(network, train, judged, {"length": length, **texts.origin("minilm")})
+    train, test = (texts.encoded(tokenizer, *read(folder, part), length) for part in ("train", held))
+    return Material(network, train, test, {"length": length, **texts.origin("minilm")})
 
 
 def _prose(_: str, folders: Folders, seed: int, held: str, length: int) -> Material:
     tokenizer, network = texts.smollm2(_needed(folders.models, "--models"))
     folder = _needed(folders.texts, "--texts")
     text = texts.prose(folder)
-    train, judged = (texts.windows(tokenizer, each, length) for each in (text, texts.wikitext(folder, held)))
-    return Material(network, train, judged, {"length": length, "characters": len(text), **texts.origin("smollm2")})
+    train, test = (texts.windows(tokenizer, each, length) for each in (text, texts.wikitext(folder, held)))
+    return Material(network, train, test, {"length": length, "characters": len(text), **texts.origin("smollm2")})
 
 
 def _images(_: str, folders: Folders, seed: int, held: str, __: int) -> Material:
@@ -104,8 +104,8 @@ def _images(_: str, folders: Folders, seed: int, held: str, __: int) -> Material
 def _shapes(_: str, folders: Folders, seed: int, held: str, __: int) -> Material:
     torch.manual_seed(seed)
     sets = {"train": (4000, 1), "validation": (1000, 2), "test": (1000, 3)}
-    train, judged = (unet.shapes(*sets[part]) for part in ("train", held))
-    return Material(unet.UNet(), train, judged, {"side": unet.SIDE})
+    train, test = (unet.shapes(*sets[part]) for part in ("train", held))
+    return Material(unet.UNet(), train, test, {"side": unet.SIDE})
 
 
 def _needed(folder: Path | None, option: str) -> Path:

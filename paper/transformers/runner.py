@@ -88,8 +88,8 @@ class Runner:
         dense = self.structure.flops.dense
         sizes = [discover(network, self.example, channels=False).flops.dense for network in networks]
         return {
-            "dense_macs": dense, "macs": sizes, "particles": [self.judged([network]) for network in networks],
-            "ensemble": self.judged(networks), "train_seconds": seconds, "config": result.config.as_dict(),
+            "dense_macs": dense, "macs": sizes, "particles": [self.quality([network]) for network in networks],
+            "ensemble": self.quality(networks), "train_seconds": seconds, "config": result.config.as_dict(),
             "data": self.material.described, "start_epochs": self.begin, "history": brief(result.history),
         }  # fmt: skip
 
@@ -113,7 +113,7 @@ class Runner:
             yield trees.moved(batch, self.device)
 
     @torch.no_grad()
-    def judged(self, networks: Sequence[nn.Module]) -> dict[str, float]:
+    def quality(self, networks: Sequence[nn.Module]) -> dict[str, float]:
         """Quality of the mean prediction on the data that is held out: per example, token or pixel."""
         networks = [network.to(self.device).eval() for network in networks]
         if self.task.perplexity:

@@ -53,7 +53,7 @@ def rows_of(x: torch.Tensor) -> set[bytes]:
 def test_command_measures_every_setting(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calibrated, judged = list[torch.Tensor](), list[torch.Tensor]()
+    calibrated, tested = list[torch.Tensor](), list[torch.Tensor]()
     quantised, accuracy = runtimes.quantised, runtimes.accuracy
 
     def watched_quantised(path: Path, batches: Sequence[torch.Tensor]) -> Path:
@@ -61,7 +61,7 @@ def test_command_measures_every_setting(
         return quantised(path, batches)
 
     def watched_accuracy(path: Path, data: ArrayData) -> float:
-        judged.append(data.inputs(slice(None)))
+        tested.append(data.inputs(slice(None)))
         return accuracy(path, data)
 
     monkeypatch.setattr(runtimes, "quantised", watched_quantised)
@@ -91,7 +91,7 @@ def test_command_measures_every_setting(
         assert measured[name, speed.INT8] == pytest.approx(measured[name, speed.ONNX], abs=0.05)
     data = load("digits")
     train, test = (rows_of(part.inputs(slice(None))) for part in (data.train, data.test))
-    assert len(train & test) == 0 and rows_of(torch.cat(judged)) == test
+    assert len(train & test) == 0 and rows_of(torch.cat(tested)) == test
     seen = rows_of(torch.cat(calibrated))
     assert seen <= train and len(seen) == speed.CALIBRATION
     assert "calibrated with 256 training examples; accuracy on 360 of 360 test examples" in shown

@@ -95,7 +95,7 @@ def test_rows_of_an_encoder_from_its_folder_to_the_table(folders: tuple[Path, Pa
 
 
 def test_choices_and_tests_read_texts_of_their_own(folders: tuple[Path, Path]) -> None:
-    """One network and one training set; what is judged by is named, and no question of it is learned from."""
+    """One network and one training set; what is measured on is named, and no question of it is learned from."""
     chosen, tested, short = (
         material("trec", Folders(*folders), 0, held, length=length)
         for held, length in (("validation", None), ("test", None), ("test", 8))

@@ -1,4 +1,4 @@
-"""One reader of files from strangers, and how what it does is judged.
+"""One reader of files from strangers, and what it may do.
 
 A reader takes bytes, puts them where a stranger would and reads them as a user would. What it may do is come back, or
 raise a DllpError of one line that names the file.

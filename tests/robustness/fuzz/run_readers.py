@@ -143,16 +143,16 @@ def results(root: Path) -> list[Reader]:
         return b"\n".join([*found, b""])
 
     figure = tables.table("figure4")
-    doubted = Store(root / "figure4")
+    figure4 = Store(root / "figure4")
     for planned in figure.plan():
         named = {"digest": planned.job.digest, "seed": planned.job.seed}
-        doubted.add(lines[0] | named | {"log_prior": [30.0, 50.0], "num_data": 10})
+        figure4.add(lines[0] | named | {"log_prior": [30.0, 50.0], "num_data": 10})
         found = from_probabilities({quality: torch.from_numpy(p) for quality in QUALITIES}, torch.arange(4) % 3)
-        doubted.add_figures({**named, "date": lines[0]["date"], "alone": found.particles, "together": found.ensemble})
+        figure4.add_figures({**named, "date": lines[0]["date"], "alone": found.particles, "together": found.ensemble})
 
     def read_figures(content: bytes) -> object:
-        doubted.judged.write_bytes(content)
-        return summary.write_summary(figure, doubted, variant)
+        figure4.measured.write_bytes(content)
+        return summary.write_summary(figure, figure4, variant)
 
     def read_arrays(content: bytes) -> object:
         (root / "probabilities" / "abc.npz").write_bytes(content)
@@ -162,6 +162,6 @@ def results(root: Path) -> list[Reader]:
     content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
     return [
         Reader("runs.jsonl", [content], read_lines, "runs.jsonl", (one,), share=0.15),
-        Reader("figures.jsonl", [doubted.judged.read_bytes()], read_figures, "figures.jsonl", (one,), share=0.15),
+        Reader("figures.jsonl", [figure4.measured.read_bytes()], read_figures, "figures.jsonl", (one,), share=0.15),
         Reader("probabilities", [pack({"clean": p, "blur": p, LABELS: np.arange(4) % 3})], read_arrays, "abc.npz"),
     ]
