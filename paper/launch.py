@@ -36,7 +36,7 @@ class Book(launch.Book):
         super().__init__()
         self.store, self.note, self.done = store, note or {}, done
 
-    def lacks(self, planned: Planned) -> bool:
+    def is_pending(self, planned: Planned) -> bool:
         """True where the store has no line of it."""
         return planned.job.digest not in self.store.digests()
 

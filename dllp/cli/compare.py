@@ -228,7 +228,7 @@ class _Folders(launch.Book):
         super().__init__()
         self.quiet = quiet
 
-    def lacks(self, planned: Planned) -> bool:
+    def is_pending(self, planned: Planned) -> bool:
         """True where the folder is to be made or finished."""
         return not planned.finished
 
@@ -263,7 +263,7 @@ def _run(plan: Sequence[Planned], book: _Folders, given: dict[str, Any], args: N
         device = str(find_device(given["device"]))
         here = Settings(device=device, threads=torch.get_num_threads(), quiet=args.quiet, **places)
         launch.finish(plan, book, here.prepare(), begin)
-    elif any(map(book.lacks, plan)):
+    elif any(map(book.is_pending, plan)):
         with launch.opened_pool(given, lambda device: Settings(device=device, **places)) as pool:
             launch.Spread([[planned] for planned in plan], pool, book, tell).run()
 

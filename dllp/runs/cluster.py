@@ -85,7 +85,7 @@ class Cluster:
             raise WorkerError(f"no node of the Ray cluster has {parts} for a job: add one, or lower --cpus")
         return busy < min(slots, self.limit or slots)
 
-    def hire(self) -> Any:
+    def start_worker(self) -> Any:
         return self.actor.remote(self.settings)
 
     def give(self, hand: Any, job: Any) -> None:

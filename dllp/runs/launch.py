@@ -77,7 +77,7 @@ class Spread:
         while self.waiting and self.pool.room(len(self.running) + len(self.unfit)):
             unit = self._next_unit()
             if unit is not None:
-                self._give(self.pool.hire(), unit)
+                self._give(self.pool.start_worker(), unit)
         if self.waiting and not self.running and self.unfit:
             raise self.unfit[0].error
         return bool(self.waiting or self.running)
@@ -86,7 +86,7 @@ class Spread:
         """The next unit that begins with a job nobody has finished meanwhile."""
         while self.waiting:
             unit = self.waiting.popleft()
-            while unit and not self.book.lacks(unit[0]):
+            while unit and not self.book.is_pending(unit[0]):
                 unit.popleft()
             if unit:
                 return unit
@@ -137,7 +137,7 @@ class Book(ABC):
         self.failures: list[tuple[Planned, DllpError]] = []
 
     @abstractmethod
-    def lacks(self, planned: Any) -> bool:
+    def is_pending(self, planned: Any) -> bool:
         """True where the job is still to be run: another process may have finished it meanwhile."""
 
     @abstractmethod
@@ -161,7 +161,7 @@ def finish(
 ) -> None:
     """Run the jobs that are not yet finished, one after another; `begin` is called before each."""
     for planned in plan:
-        if not book.lacks(planned):
+        if not book.is_pending(planned):
             continue
         begin(planned)
         found = attempt(run, planned.job)

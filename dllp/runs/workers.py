@@ -132,7 +132,7 @@ class Processes:
         """True where there is room for one more worker beside `busy` others."""
         return busy < self.count
 
-    def hire(self) -> Hand:
+    def start_worker(self) -> Hand:
         """Start a worker."""
         number = min(set(range(self.count)) - {hand.number for hand in self.hands})
         here, there = SPAWN.Pipe()

@@ -60,16 +60,16 @@ class Pretended:
 
     def __init__(self, size: int, act: Callable[[int, Job], Answer] = lambda hand, job: outcome(job)) -> None:
         self.size, self.act = size, act
-        self.hired, self.gone, self.closed = 0, set[int](), False
+        self.started, self.gone, self.closed = 0, set[int](), False
         self.asked: dict[int, Job] = {}
         self.given: list[tuple[int, Job]] = []
 
     def room(self, busy: int) -> bool:
         return busy < self.size
 
-    def hire(self) -> int:
-        self.hired += 1
-        return self.hired
+    def start_worker(self) -> int:
+        self.started += 1
+        return self.started
 
     def give(self, hand: int, job: Job) -> None:
         assert hand not in self.asked and hand not in self.gone
@@ -107,7 +107,7 @@ def test_every_job_once_and_in_order(tmp_path: Path) -> None:
     pool = Pretended(3)
     assert spread(tmp_path, pool) == []
     assert sorted(job.digest for _, job in pool.given) == sorted(EVERY)
-    assert pool.hired == 3 and pool.gone == {1, 2, 3}, "a free worker takes the next job, and ends when there is none"
+    assert pool.started == 3 and pool.gone == {1, 2, 3}, "a free worker takes the next job, and ends when there is none"
     whose = {job.digest: (hand, i) for i, (hand, job) in enumerate(pool.given)}
     for _, job in pool.given:
         if job.derived:
@@ -117,7 +117,7 @@ def test_every_job_once_and_in_order(tmp_path: Path) -> None:
     assert sorted(json.loads(line)["digest"] for line in lines) == sorted(EVERY)
     again = Pretended(3)
     spread(tmp_path, again)
-    assert again.given == [] and again.hired == 0, "finished jobs are never run again"
+    assert again.given == [] and again.started == 0, "finished jobs are never run again"
 
 
 def test_two_who_share_a_folder(tmp_path: Path) -> None:
@@ -185,13 +185,13 @@ def test_errors_of_a_job_are_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(StructureError, match=r"^thin seed 0: it will not do \(3 more failed\)$"):
         book.close()
     assert len(pool.given) == len(PLAN) and told == ["dllp seed 0: TypeError: no\nTraceback ..."]
-    assert pool.hired == 2, "nothing more is asked of a worker that broke down"
+    assert pool.started == 2, "nothing more is asked of a worker that broke down"
 
 
 def test_workers_that_cannot_take_part(tmp_path: Path) -> None:
     pool = Pretended(2, lambda hand, job: Unfit(WorkerError("no data here")) if hand == 2 else outcome(job))
     assert spread(tmp_path / "some", pool) == ["no data here; the others went on without it"]
-    assert Store(tmp_path / "some").digests() == set(EVERY) and pool.hired == 2
+    assert Store(tmp_path / "some").digests() == set(EVERY) and pool.started == 2
     with pytest.raises(WorkerError, match=r"^no data here$"):
         spread(tmp_path / "none", Pretended(2, lambda hand, job: Unfit(WorkerError("no data here"))))
     assert not (tmp_path / "none").exists()
