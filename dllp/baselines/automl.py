@@ -76,7 +76,8 @@ class AutoCompression(ChannelPruning):
     images: float = 5000
 
     def __post_init__(self) -> None:
-        check_range(episodes=self.episodes, warmup=self.warmup, images=self.images)
+        check_range(warmup=self.warmup)
+        check_range(1e9, 1, episodes=self.episodes, images=self.images)
 
     def scores(self, scene: Scene) -> Tensor:
         order = magnitudes(scene)
@@ -91,7 +92,7 @@ def search(walk: Walk, reward: Reward, episodes: int, warmup: int) -> tuple[list
         torch.manual_seed(walk.scene.config.seed)
         agent = Agent(walk.features.shape[1] + 3, MEMORY * walk.steps)
         known: dict[tuple[int, ...], float] = {}
-        for episode in range(max(1, episodes)):
+        for episode in range(episodes):
             sigma = None if episode < warmup else NOISE * COOLING ** (episode - warmup)
             states, actions = walk.episode(lambda state, sigma=sigma: agent.act(state, sigma))
             counts = tuple(walk.counts)

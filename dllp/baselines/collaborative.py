@@ -53,7 +53,7 @@ class CollaborativePruning(Method):
     inputs: float = 0
 
     def __post_init__(self) -> None:
-        check_range(images=self.images)
+        check_range(1e9, 1, images=self.images)
         check_range(1, inputs=self.inputs)
 
     def scores(self, scene: Scene) -> Tensor:

@@ -61,7 +61,8 @@ class DiscriminationAware(Method):
     images: float = 2000
 
     def __post_init__(self) -> None:
-        check_range(strength=self.strength, heads=self.heads, rounds=self.rounds, images=self.images)
+        check_range(strength=self.strength, heads=self.heads)
+        check_range(1e9, 1, rounds=self.rounds, images=self.images)
 
     def prepare(self, scene: Scene) -> tuple[nn.Module, LossFn]:
         with torch.random.fork_rng():
@@ -82,7 +83,7 @@ class DiscriminationAware(Method):
             if readers:
                 place = next_place(scene, heads.places, readers)
                 selection = Selection(network, heads, place, self.strength, readers, group.units, pairs)
-                values = selection.grow(count, max(1, int(self.rounds)))
+                values = selection.grow(count, int(self.rounds))
                 scene.found.update(zip(readers, selection.weights, strict=True))
             order.append(values)
         return scene.chosen(torch.cat(order), counts)

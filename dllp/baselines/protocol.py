@@ -231,11 +231,11 @@ class Method(Described):
         return own != (Method.settings, Method.penalty, Method.after_step)
 
 
-def check_range(most: float = 1e9, **values: float) -> None:
-    """Raise, by its name, for a hyperparameter that is negative, above `most`, or not finite."""
+def check_range(most: float = 1e9, least: float = 0, /, **values: float) -> None:
+    """Raise, by its name, for a hyperparameter that is below `least`, above `most`, or not finite."""
     for name, value in values.items():
-        if not 0 <= value <= most:
-            raise ConfigError(f"{name} = {value}: a number from 0 to {most:g} is needed")
+        if not least <= value <= most:
+            raise ConfigError(f"{name} = {value}: a number from {least:g} to {most:g} is needed")
 
 
 def prior_penalty(scales: Scales, prior: Prior, strength: float, *parameters: float) -> Gradient:

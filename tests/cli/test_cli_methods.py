@@ -44,6 +44,7 @@ def test_a_run_of_another_method_by_name(tmp_path: Path, capsys: pytest.CaptureF
         (["--method", "random:strength=2"], ["method random has no hyperparameter 'strength': it has none"]),
         (["--method", "polarization:t=much"], ["t = 'much': a number is needed, such as polarization:t=1.2"]),
         (["--method", "sss:strength=-1"], ["strength = -1.0"]),
+        *((["--method", f"{name}:images=0"], ["images = 0.0: a number from 1 to"]) for name in ("ccp", "dcp", "amc")),
         (["--method", "slimming", "--keep-flops", "0.5", "--prior", "laplace"], ["prior = laplace", "leave out prior"]),
     ):
         assert main(["prune", *options, "--out", str(tmp_path / "none")]) == 2
