@@ -75,7 +75,8 @@ def read_run(folder: Path) -> Run:
     path = member(folder, RUN)
     found = files.read_json(path)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ArtifactError(f"{path} is not of format {FORMAT}: it was written by another version of dllp")
+        way = f"read it with that one, or run again from its settings: dllp prune --config {folder / SETTINGS}"
+        raise ArtifactError(f"{path} is not of format {FORMAT}, but of another version of dllp: {way}")
     run = files.typed(Run, found, path)
     try:
         Config.from_dict(run.config)

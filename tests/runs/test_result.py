@@ -165,7 +165,7 @@ def test_weights_that_others_wrote_have_no_checksum(folder: Path) -> None:
 @pytest.mark.parametrize("value", [None, 3, [], "text", {}, {"format": 99}])
 def test_a_run_of_another_format(folder: Path, value: Any) -> None:
     (folder / "run.json").write_text(json.dumps(value))
-    with pytest.raises(ArtifactError, match=r"run\.json is not of format"):
+    with pytest.raises(ArtifactError, match=r"run\.json is not of format .*: dllp prune --config .*config\.yaml"):
         dllp.load(folder, short_runs.build())
 
 
