@@ -136,8 +136,10 @@ def chosen_settings(args: Namespace, ranks: Ranks) -> tuple[Task, dict[str, Any]
         values = settings.read(member(Path(args.out), SETTINGS))
         for name, value in args.chosen.items():
             known = values.get(name)
-            same = Path(str(value)).resolve() == Path(str(known)) if name in ("data", "weights") else False
-            if name not in (*changeable(), *MAY_CHANGE) and value != known and not same:
+            place = Path(str(known)) if name in ("data", "weights") else None
+            same = place is not None and Path(str(value)).resolve() == place
+            moved = place is not None and place.is_absolute() and not place.exists()
+            if name not in (*changeable(), *MAY_CHANGE) and value != known and not same and not moved:
                 raise ConfigError(f"{name} = {value} contradicts the run, which has {known}: leave it out")
             values[name] = known if same else value
         whose = "the run's"

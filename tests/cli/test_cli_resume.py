@@ -125,6 +125,19 @@ def test_where_the_command_is_called_does_not_matter(
 # ---- what is refused
 
 
+def test_data_that_was_moved_is_named_anew(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, moved = tmp_path / "out", tmp_path / "elsewhere"
+    unfinished(data, out, monkeypatch)
+    Path(data).rename(moved)
+    capsys.readouterr()
+    assert main(["prune", "--resume", "--quiet", "--out", str(out)]) == 2
+    one_line(capsys, "no folder is called")
+    assert main(["prune", "--resume", "--quiet", "--out", str(out), "--data", str(moved)]) == 0
+    assert yaml.safe_load((out / "config.yaml").read_text())["data"] == str(moved)
+
+
 def test_an_unfinished_run_is_not_replaced_by_mistake(
     data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
