@@ -37,7 +37,8 @@ def run(args: Namespace) -> None:
     seed = result.config.seed
     if args.subset is not None:
         test = subset(test, args.subset, seed)
-    corruptions = [corruption for text in args.corrupt or () for corruption in parse_corruption(text, seed)]
+    named = [corruption for text in args.corrupt or () for corruption in parse_corruption(text, seed)]
+    corruptions = list(dict.fromkeys(named))  # each once, as --ood
     same = [name for name in args.ood or () if same_data(name, task.data)]
     if same:
         raise ConfigError(f"--ood {same[0]}: that is the data of the evaluation itself, choose another")

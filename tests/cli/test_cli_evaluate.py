@@ -25,7 +25,7 @@ def test_the_command_prints_what_prune_measured(run: Path, tmp_path: Path, capsy
 
 
 def test_evaluate_corruptions_on_a_subset(run: Path, tmp_path: Path, capsys: Capture) -> None:
-    words = ["--corrupt", "gaussian-blur:1,2", "sharpen", "noise:0.1", "--subset", "0.5", "--json"]
+    words = ["--corrupt", "gaussian-blur:1,2", "sharpen", "gaussian-blur:1", "noise:0.1", "--subset", "0.5", "--json"]
     assert main(["evaluate", str(run), *words, str(tmp_path / "a.json")]) == 0
     out = capsys.readouterr().out
     assert "180 test examples" in out and "gaussian-blur:2" in out
