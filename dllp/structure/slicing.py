@@ -32,6 +32,7 @@ Net = TypeVar("Net", bound=nn.Module)
 Side = Literal["out", "in"]
 Role = Literal["write", "read", "mean", "size", "branch"]
 TENSORS = ("write", "read", "branch")  # roles of slices that name a tensor
+VECTORS = ("weight", "bias", "running_mean", "running_var")  # what a side `out` cuts, beside a matrix of weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +180,7 @@ def _side(module: nn.Module, parameter: str, axis: int) -> tuple[Side | None, in
         return (first, 1) if axis == 0 else (second, module.groups)
     if parameter == "weight" and isinstance(module, nn.Linear):
         return ("in" if axis else "out"), 1
-    return ("out", 1) if side_sizes(module) and axis == 0 else (None, 1)
+    return ("out", 1) if side_sizes(module) and axis == 0 and parameter in VECTORS else (None, 1)
 
 
 def copied(model: Net, *, shared: bool = False) -> Net:
@@ -331,9 +332,8 @@ def _resize(module: nn.Module) -> None:
 def _cut_sides(module: nn.Module, sides: dict[str, Tensor]) -> None:
     out, into = sides.get("out"), sides.get("in")
     if out is not None:
-        vectors = ("weight", "bias", "running_mean", "running_var")
         per_channel = not isinstance(module, (_ConvNd, nn.Linear)) or is_depthwise(module)
-        for key in vectors if per_channel else ("bias",):
+        for key in VECTORS if per_channel else ("bias",):
             if getattr(module, key, None) is not None:
                 value = getattr(module, key).data
                 _replace(module, key, value[out.to(value.device)])

@@ -219,6 +219,18 @@ class Scaled(nn.Module):
         return self.last(F.relu(self.inner(self.conv(x) * self.scale))).mean((2, 3))
 
 
+class Masked(nn.Conv2d):
+    """A convolution with more tensors than PyTorch's: a fixed mask of its weights, a factor for each output."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, 3)
+        self.mask = nn.Buffer(torch.ones_like(self.weight).tril())
+        self.factor = nn.Parameter(torch.ones(outputs))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._conv_forward(input, self.weight * self.mask, self.bias) * self.factor[:, None, None]
+
+
 class Features(nn.Module):
     """Returns inner features beside the prediction."""
 
@@ -312,6 +324,7 @@ FAMILIES: dict[str, Family] = {
     "group_norm": Family(lambda: normed(lambda: nn.GroupNorm(2, 8)), images, _stem("0", "3"), ("fc",)),
     "response_norm": Family(lambda: normed(lambda: nn.LocalResponseNorm(3)), images, _stem("3"), ("features.0", "fc")),
     "scaled": Family(Scaled, images, ("conv", "inner"), ("last",)),
+    "masked": Family(lambda: Head(Masked(3, 8), 8), images, ("features",), ("fc",)),
     "features": Family(Features, images, ("first",), ("second", "last")),
     "flattened": Family(flattened, images, ("0", "4"), ("6",)),
     "transposed": Family(transposed, images, ("0", "2", "6"), ("8",)),
