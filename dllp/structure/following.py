@@ -81,7 +81,7 @@ class CutAttention:
         inputs = [x if batched else x[None] if m.batch_first else x[:, None] for x in (query, key, value)]
         if not m.batch_first:
             inputs = [x.transpose(0, 1) for x in inputs]
-        weights = m.in_proj_weight.chunk(3)
+        weights = _projections(m)
         biases: Any = (None,) * 3 if m.in_proj_bias is None else m.in_proj_bias.chunk(3)
         projected = [F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
         q, k, v = (x.unflatten(-1, (m.num_heads, -1)).transpose(1, 2) for x in projected)  # (B, heads, T, dim)
@@ -120,9 +120,17 @@ class CutAttention:
         return result
 
 
+def _projections(module: nn.MultiheadAttention) -> tuple[Tensor, ...]:
+    """Weights of queries, keys and values: one tensor, or three where keys or values have a width of their own."""
+    if module.in_proj_weight is not None:
+        return module.in_proj_weight.chunk(3)
+    return module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
+
+
 def shrink(module: nn.MultiheadAttention) -> None:
     """Let a module whose weights were cut run with the sizes they have."""
-    module.embed_dim = module.kdim = module.vdim = module.in_proj_weight.shape[1]
-    module.head_dim = module.in_proj_weight.shape[0] // 3 // module.num_heads
+    query, key, value = _projections(module)
+    module.embed_dim, module.kdim, module.vdim = query.shape[1], key.shape[1], value.shape[1]
+    module.head_dim = query.shape[0] // module.num_heads
     module._qkv_same_embed_dim = False  # which keeps encoder layers from calling a kernel that counts on the width
     module.forward = CutAttention(module)

@@ -222,7 +222,7 @@ def cut(model: nn.Module, recipe: Recipe, *, shared: bool = False) -> nn.Module:
             raise StructureError(f"the network has no module {name!r}: the recipe was made for another network")
         _cut_module(modules[name], _checked(name, modules[name], entries))
     gone = {name: entry for name, entries in recipe.items() for entry in entries if entry.startswith(GONE)}
-    lost = {id(modules[name]._parameters.get("weight")) for name in recipe.keys() - gone.keys()}
+    lost = {id(modules[name]._parameters.get("weight")) for name in recipe.keys() - gone.keys()} - {id(None)}
     for module in modules.values():  # others may share a weight that was cut
         if id(getattr(module, "weight", None)) in lost:
             _resize(module)

@@ -302,6 +302,50 @@ def test_attention_without_a_batch_and_for_each_head() -> None:
     )
 
 
+class Cross(nn.Module):
+    """PyTorch's attention as most forwards call it: it computes the heads' shares, which may be returned or not."""
+
+    def __init__(self, keys: int = WIDTH, *, shares: bool = False) -> None:
+        super().__init__()
+        self.left, self.right, self.shares = nn.Linear(5, WIDTH), nn.Linear(5, keys), shares
+        self.attend = nn.MultiheadAttention(WIDTH, HEADS, kdim=keys, vdim=keys, batch_first=True)
+        self.last = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        y = self.right(y)
+        mixed, shares = self.attend(self.left(x), y, y)
+        return (self.last(mixed), shares) if self.shares else (self.last(mixed),)
+
+
+@pytest.mark.parametrize("keys", [WIDTH, 10])
+@pytest.mark.parametrize("seed", range(3))
+def test_heads_are_cut_where_nobody_reads_their_shares(keys: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    model, inputs = Cross(keys), (torch.randn(2, 3, 5), torch.randn(2, 4, 5))
+    structure = discover(model, inputs)
+    assert HEADS in {group.units for group in structure.groups if group.kind == "head"}
+    keep = random_keep(structure.groups, seed)
+    exact = tuple(x.double() for x in inputs)
+    assert difference(copy.deepcopy(model).double().eval(), structure.groups, keep, exact) <= 1e-12
+    small = cut(model, recipe(model, structure.groups, keep)).eval()
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        small(*(x[:1] for x in inputs))
+    assert structure.flops.expected(keep.double()).item() == counter.get_total_flops() / 2
+    assert structure.params.expected(keep.double()).item() == sum(p.numel() for p in small.parameters())
+
+
+def test_heads_whose_shares_are_returned_stay() -> None:
+    structure = discover(Cross(shares=True), (torch.randn(2, 3, 5), torch.randn(2, 4, 5)))
+    assert not any(group.kind == "head" for group in structure.groups)
+
+
+def test_a_cut_attention_leaves_the_others_as_they_are() -> None:
+    layers = nn.ModuleList(nn.MultiheadAttention(WIDTH, HEADS, add_zero_attn=True) for _ in range(2))
+    x = torch.randn(5, WIDTH)
+    small = cut(layers, {"0": {"in_proj_weight.1": [0, 1], "in_proj_weight.0": [0, 1, 12, 13, 24, 25]}})
+    assert torch.equal(small[1](x, x, x)[0], layers[1](x, x, x)[0])  # type: ignore[index]
+
+
 def test_several_means_in_one_module_are_not_gated() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
