@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import nn
@@ -37,6 +39,8 @@ def initialise(model: nn.Module) -> None:
         own = list(module.parameters(recurse=False))
         if own and not any(p.requires_grad for p in own):
             continue
+        if not any(True for _ in chain(module.parameters(), module.buffers())):
+            continue  # a residual branch that a cut has emptied
         reset = _resetter(module)
         if reset is not None:
             reset()
@@ -63,5 +67,13 @@ def reinitialise(model: nn.Module, seed: int) -> None:
 
 
 def _resetter(module: nn.Module):
-    # nn.MultiheadAttention holds bare parameters and spells its method with an underscore.
+    if isinstance(module, nn.MultiheadAttention):
+        return partial(_reset_attention, module)
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
+def _reset_attention(module: nn.MultiheadAttention) -> None:
+    said = module._qkv_same_embed_dim  # a cut one says False, whether its projections are one tensor or three
+    module._qkv_same_embed_dim = module.in_proj_weight is not None
+    module._reset_parameters()
+    module._qkv_same_embed_dim = said

@@ -8,7 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dllp import zoo
 from dllp.errors import ConfigError
+from dllp.structure.groups import discover
 from dllp.structure.initialise import reinitialise
+from dllp.structure.slicing import cut, recipe
 from dllp.zoo.networks import ZeroPadShortcut
 
 
@@ -223,6 +225,19 @@ def test_reinitialise_leaves_what_is_frozen():
         assert bool((kept == 7).all())
     for changed in (model[0].bias, model[2].weight, model[4].weight):
         assert not bool((changed == 7).any())
+
+
+def test_reinitialise_a_cut_transformer_layer():
+    layer, x = nn.TransformerEncoderLayer(8, 2, 4, batch_first=True), torch.randn(1, 3, 8)
+    structure = discover(layer, x, units="both")
+    kinds = [group.kind for group in structure.groups for _ in range(group.units)]
+    for closed in ("head", "branch"):  # one head of the attention, or all of it
+        keep = torch.ones(structure.units, dtype=torch.bool)
+        keep[kinds.index(closed)] = False
+        small = cut(layer, recipe(layer, structure.groups, keep))
+        reinitialise(small, 0)
+        small(x)
+        assert closed == "branch" or small.self_attn.in_proj_weight.shape == (12, 8)
 
 
 def test_reinitialise_reaches_attention_and_names_what_it_cannot_do():
