@@ -103,6 +103,6 @@ def fill(model: nn.Module, small: nn.Module, places: Mapping[str, Tensor]) -> No
     for name, tensor in model.state_dict().items():
         if name not in values:  # of a branch that is gone
             continue
-        flat = tensor.flatten()
+        flat = tensor.clone(memory_format=torch.contiguous_format).flatten()  # never the tensor's own memory
         flat[places[name].flatten()] = values[name].flatten().to(tensor.dtype)
-        tensor.copy_(flat.view_as(tensor))  # which may not be contiguous
+        tensor.copy_(flat.view_as(tensor))

@@ -157,6 +157,14 @@ def test_padding_of_buffers_in_any_order_of_memory() -> None:
     assert large.running_var is not None and large.running_var.tolist() == [1.0] * 5
 
 
+def test_padding_of_channels_last_kernels_of_one_pixel() -> None:
+    """Contiguous in both orders of memory, with strides that differ."""
+    small, large = nn.Conv2d(4, 2, 1), nn.Conv2d(4, 3, 1).to(memory_format=torch.channels_last)
+    fill(large, small, {"weight": torch.arange(8), "bias": torch.arange(2)})
+    assert torch.equal(large.weight[:2], small.weight) and large.bias is not None and small.bias is not None
+    assert torch.equal(large.bias[:2], small.bias)
+
+
 def test_rounding_keeps_the_budget(result: dllp.Result) -> None:
     particle = result.particles[0]
     structure = discover(particle.reference, torch.randn(2, *SHAPE))
