@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from dllp.devices import trees
 from dllp.devices.device import undisturbed
 from dllp.errors import StructureError, first_line
 from dllp.structure.axes import Trace, trace
@@ -37,18 +38,14 @@ def explained(inputs: Any, cut: bool) -> Iterator[None]:
         raise StructureError(f"{what} ({first_line(error)}): {why}") from error
 
 
-def first_example(model: nn.Module, example: Tensor | tuple) -> tuple[Any, ...]:
-    """The first example of each input, on the network's device."""
+def first_example(model: nn.Module, example: Any) -> tuple[Any, ...]:
+    """The first example of each input, a tensor or a structure of them, on the network's device."""
     check_network(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     inputs = tuple(example) if isinstance(example, (tuple, list)) else (example,)
-    batch = next((x.shape[0] for x in inputs if isinstance(x, Tensor) and x.dim()), None)
-    if not batch:
+    if not trees.count(inputs):
         raise StructureError("the example must be a tensor (or a tuple of them) with at least one example in it")
-    return tuple(
-        (x[:1] if x.dim() and x.shape[0] == batch else x).detach().to(device) if isinstance(x, Tensor) else x
-        for x in inputs
-    )
+    return trees.apply(trees.part(inputs, slice(0, 1)), lambda x: x.detach().to(device))
 
 
 @contextmanager
@@ -109,7 +106,7 @@ def misfit(model: nn.Module, inputs: list[Tensor], error: Exception) -> str:
 
 def observe(model: nn.Module, inputs: tuple[Any, ...]) -> Trace:
     """Run a scratch copy of a network and label its axes; StructureError where it cannot take the inputs."""
-    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    tensors = trees.tensors(inputs)
     versions = [x._version for x in tensors]
     try:
         output = trainable_copy(model)(*inputs)

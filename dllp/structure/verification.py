@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from dllp.devices.trees import tensors
+from dllp.devices.trees import apply, tensors
 from dllp.errors import StructureError, first_line
 from dllp.structure.axes import OUTPUT
 from dllp.structure.slicing import Group, copied, cut, gap, gated_outputs, recipe
@@ -272,12 +272,13 @@ def _randomised(model: nn.Module, draw: int) -> nn.Module:
 def _random_inputs(exact: nn.Module, inputs: tuple[Any, ...], draw: int) -> tuple[Any, ...]:
     """Random float64 numbers in place of real inputs, after a check that the network takes them."""
     generator = torch.Generator().manual_seed(3 * draw + 1)
-    result = tuple(
-        torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
-        if isinstance(x, Tensor) and x.is_floating_point()
-        else x
-        for x in inputs
-    )
+
+    def drawn(x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            return x
+        return torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
+
+    result = apply(inputs, drawn)
     try:
         with torch.no_grad(), exactly():
             exact(*result)

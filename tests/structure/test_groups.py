@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -269,6 +270,27 @@ def test_outputs_that_stand_still_prove_nothing(outputs: int, end: Callable[[Ten
     assert [group.name for group in found.groups] == ["second"] and "softmax" in found.whole["first"]
     found = discover(Mixing(outputs, end, mix=False), networks.images())
     assert [group.name for group in found.groups] == ["first", "second"]
+
+
+class Structured(nn.Module):
+    """Takes a whole batch as one argument, and returns a structure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.last = nn.Linear(6, 8), nn.Linear(4, 8), nn.Linear(16, 3)
+
+    def forward(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        more = sum(F.relu(self.right(x)) for x in batch["more"])
+        return {"out": self.last(torch.cat([F.relu(self.left(batch["x"])), more], 1))}
+
+
+def test_an_argument_may_be_a_structure_of_tensors() -> None:
+    model = Structured()
+    example = ({"x": torch.randn(2, 6), "more": [torch.randn(2, 4), torch.randn(2, 4)]},)
+    found = discover(model, example)
+    assert [(group.name, group.units) for group in found.groups] == [("right", 8), ("left", 8)]
+    assert found.flops.dense == 6 * 8 + 2 * 4 * 8 + 16 * 3
+    assert verify(model, found.groups, random_keep(found.groups, 0), example) <= 1e-12
 
 
 def test_unusable_examples() -> None:
