@@ -289,6 +289,16 @@ def split(trace: Axes, call: Call) -> None:
             freeze([*first, *other], MISALIGNED)
 
 
+@rule("glu")
+def glu(trace: Axes, call: Call) -> None:
+    """One half of an axis, multiplied by gates made of the other: both lose the same indices."""
+    x, out, axis = call["self"], call.out, call["dim"] % call["self"].dim()
+    _section(trace, x, out, axis, 0)
+    gates = section(trace.label(x)[axis], out.shape[axis], x.shape[axis])
+    if gates is not None:
+        unify(trace.label(out)[axis], gates)
+
+
 @rule("cat")
 def cat(trace: Axes, call: Call) -> None:
     out, tensors = call.out, [t for t in call["tensors"] if t.numel()]
@@ -336,6 +346,27 @@ def pixel_shuffle(trace: Axes, call: Call) -> None:
         found = [fresh(out.shape[-3], MISALIGNED), [()]]
     freeze(found[1], SPACE)
     trace.set(out, [*batch, found[0], *(fresh(n, SPACE) for n in out.shape[-2:])])
+
+
+@rule("pixel_unshuffle")
+def pixel_unshuffle(trace: Axes, call: Call) -> None:
+    *batch, channels, _, _ = trace.label(call["self"])
+    places = fresh(call["downscale_factor"] ** 2, SPACE)[0]
+    made = [(*segment, *places) for segment in segments(channels)]
+    trace.set(call.out, [*batch, made, *(fresh(n, SPACE) for n in call.out.shape[-2:])])
+
+
+@rule("channel_shuffle", "native_channel_shuffle")
+def channel_shuffle(trace: Axes, call: Call) -> None:
+    """Channels (groups, of each) in the order (of each, groups)."""
+    labels, parts = list(trace.label(call["self"])), call["groups"]
+    each = call.out.shape[1] // parts
+    found = divided(labels[1], [parts, each]) if parts > 1 and each > 1 else None
+    if found is None:
+        raise Unknown
+    freeze(found[0], "the number of a shuffle's groups is fixed")
+    labels[1] = [(*found[1][0], *found[0][0])]
+    trace.set(call.out, labels)
 
 
 # ---- indices, order and places
