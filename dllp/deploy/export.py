@@ -6,6 +6,7 @@ Those of Hugging Face can also be written as a folder of their own kind (:mod:`d
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import io
 import logging
 import warnings
@@ -284,6 +285,8 @@ def trace(network: nn.Module, example: Tensor | tuple[Tensor, ...]) -> torch.exp
     with torch.no_grad(), _quiet(), _one_line():
         if not isinstance(network(example), (Tensor, tuple)):
             network = Logits(network)
+        if any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(network.forward).parameters.values()):
+            network = Logits(network, lambda outputs: outputs)  # *args, as cut modules take them, hide the one input
         return torch.export.export(network, (example,), dynamic_shapes=_any_batch(example))
 
 

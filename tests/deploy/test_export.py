@@ -11,6 +11,7 @@ import onnxruntime
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import dllp
 from dllp.baselines import find
@@ -20,6 +21,7 @@ from dllp.deploy import export
 from dllp.errors import ConfigError, ExportError
 from dllp.structure.groups import discover
 from dllp.structure.padding import fill, kept_units, padded, rounded
+from dllp.structure.slicing import cut, recipe
 from dllp.zoo import build
 
 SHAPE = (1, 8, 8)
@@ -173,6 +175,30 @@ def test_rounding_keeps_the_budget(result: dllp.Result) -> None:
     assert macs <= result.sizes[0].macs
     assert all(m.out_channels % 8 == 0 for m in network.modules() if isinstance(m, nn.Conv2d))
     assert network(torch.randn(3, *SHAPE)).shape == (3, 10)
+
+
+class Heads(nn.Module):
+    """Attention in the outermost forward; after a cut its last view has a size of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.last = nn.Linear(12, 36), nn.Linear(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, n, c = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, 4, c // 4).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.last(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, c)).mean(1)
+
+
+@pytest.mark.parametrize("format", ["pt2", "onnx"])
+def test_a_forward_of_any_arguments_is_traced(format: export.Format) -> None:
+    model, x = Heads().eval(), torch.randn(3, 5, 12)
+    structure = discover(model, x)
+    keep = torch.arange(structure.units) > 0
+    small = cut(model, recipe(model, structure.groups, keep)).eval()
+    found = export._loaded(export.packed(export.trace(small, x), format), format)(x[:2])
+    found = found[0] if isinstance(found, tuple) else found
+    torch.testing.assert_close(found, small(x[:2]), atol=1e-5, rtol=1e-4)
 
 
 # ---- shapes, inputs and names
