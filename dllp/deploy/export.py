@@ -23,7 +23,7 @@ from dllp import files
 from dllp.api import Result
 from dllp.deploy import hugging_face
 from dllp.devices.device import undisturbed
-from dllp.errors import ConfigError, ExportError, check_count
+from dllp.errors import ConfigError, ExportError, check_count, first_line
 from dllp.method.likelihood import split_noise
 from dllp.posterior import decompose, evaluating, logits_of
 from dllp.structure.groups import discover_again
@@ -379,8 +379,11 @@ def _loaded(content: bytes, format: Format) -> Callable[[Any], Any]:
     import onnx
     import onnxruntime
 
-    onnx.checker.check_model(content, full_check=True)
-    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    try:
+        onnx.checker.check_model(content, full_check=True)
+        session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    except Exception as error:  # each of their many kinds says that it cannot run the graph
+        raise ExportError(f"ONNX cannot run the network ({first_line(error)}): use format = pt2") from error
     names = [given.name for given in session.get_inputs()]
 
     def run(x: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

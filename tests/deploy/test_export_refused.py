@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 from torch import nn
@@ -23,6 +24,17 @@ from dllp.zoo import build
 from tests.support.commands import one_line
 
 SHAPE = (1, 8, 8)
+
+
+def test_a_graph_that_onnx_cannot_run_is_one_line() -> None:
+    """As the exporter writes some layers: an LSTM in both directions with projections."""
+    unknown = onnx.helper.make_node("NoSuchOperator", ["input"], ["output"])
+    given, made = (
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in ("input", "output")
+    )
+    model = onnx.helper.make_model(onnx.helper.make_graph([unknown], "graph", [given], [made]))
+    with pytest.raises(ExportError, match=r"^ONNX cannot run the network \(.*\): use format = pt2$"):
+        export._loaded(model.SerializeToString(), "onnx")
 
 
 def test_foreign_recipe_is_refused(result: dllp.Result) -> None:
