@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -141,18 +141,21 @@ class Result:
     def export(self, path: str | Path, **options: Any) -> Exported:
         """Write the first particle as an ONNX or pt2 file, checked against PyTorch; options of `dllp.export.export`.
 
-        A network that takes several inputs needs `example`, a batch of them by name.
+        A network that takes several inputs needs `example`, a batch of them by name or in order.
         """
         return _above("export")(self, path, **options)
 
     def speed(
-        self, *, batches: Iterable[int] = (1, 64), seconds: float = 1.0, particle: int = 0, data: Dataset | None = None
-    ) -> Timed:
+        self, *, batches: Iterable[int] = (1, 64), seconds: float = 1.0, particle: int = 0,
+        data: Dataset | None = None, example: Mapping[str, Tensor] | Sequence[Tensor] | None = None,
+    ) -> Timed:  # fmt: skip
         """Time the dense against the pruned network in PyTorch and onnxruntime, `seconds` for each setting.
 
         With `data`, of `dllp.data.load`, its training images calibrate int8 and its test images give the accuracy.
+        A network that takes several inputs needs `example`, a batch of them by name or in order.
         """
-        return _above("speed")(self, batches=tuple(batches), seconds=seconds, particle=particle, data=data)
+        given = dict(batches=tuple(batches), seconds=seconds, particle=particle, data=data, example=example)
+        return _above("speed")(self, **given)
 
     def report(self, path: str | Path, data: Data | None = None) -> Path:
         """Write one self-contained HTML page, with an evaluation on `data` where it is given. Returns its path."""

@@ -251,8 +251,10 @@ def as_array(data: Data) -> ArrayData:
     return split
 
 
-def as_labelled(data: Data) -> ArrayData | LabelledBatches:
+def as_labelled(data: Data | LabelledBatches) -> ArrayData | LabelledBatches:
     """The same, or where an example has several inputs or a batch is a dict, batches with their labels."""
+    if isinstance(data, LabelledBatches):
+        return data
     if isinstance(data, Mapping) or (isinstance(data, tuple) and len(data) > 2):
         data = _rows(data)
     if not isinstance(data, (str, tuple, list, DataLoader, ArrayData, Tensor)) and hasattr(data, "__getitem__"):

@@ -5,8 +5,9 @@ They stand above the rooms that they bring together; a result finds them when on
 
 from __future__ import annotations
 
+import inspect
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,14 @@ from dllp.prepare import Data, as_array, as_labelled
 from dllp.report import contents
 from dllp.runs.folder import EVALUATION
 
+Example = Mapping[str, Tensor] | Sequence[Tensor]
 __all__ = ["Clock", "evaluate", "export", "show", "speed"]
 
 
 @undisturbed()
 def evaluate(
-    result: Result, data: Data, *, corrupt: str | Iterable[str] = (), ood: str | Iterable[str] | Mapping[str, Any] = (),
-    device: str = "auto",
+    result: Result, data: Data | LabelledBatches, *, corrupt: str | Iterable[str] = (),
+    ood: str | Iterable[str] | Mapping[str, Any] = (), device: str = "auto",
 ) -> Evaluation:  # fmt: skip
     """Measure every network of a run; :meth:`dllp.Result.evaluate`."""
     test = as_labelled(data)
@@ -58,20 +60,20 @@ def evaluate(
     return evaluation.measure(result, test, dense, corruptions=corruptions, ood=outside, device=find_device(device))
 
 
-def export(
-    result: Result, path: str | Path, *, example: Mapping[str, Tensor] | None = None, **options: Any
-) -> exporting.Exported:
+def export(result: Result, path: str | Path, *, example: Example | None = None, **options: Any) -> exporting.Exported:
     """Write the networks of a run as one file; :meth:`dllp.Result.export`."""
-    return exporting.export(result, path, _shape(result) if example is None else example, **options)
+    return exporting.export(result, path, _shape(result, example), **options)
 
 
 @undisturbed()
 def speed(
     result: Result, *, batches: Iterable[int] = (1, 64), seconds: float = 1.0, particle: int = 0,
-    data: Dataset | None = None,
+    data: Dataset | None = None, example: Example | None = None,
 ) -> timing.Timed:  # fmt: skip
     """Time the dense against the pruned network; :meth:`dllp.Result.speed`."""
-    shape = _shape(result)
+    shape = _shape(result, example)
+    if data is not None and isinstance(shape, Mapping):
+        raise ConfigError("data is for networks of one input: leave it out")
     subjects = timing.subjects(result, shape, particle=particle)
     images = None if data is None else timing.images(data, subjects[0].macs, result.config.task)
     rows = timing.measure(subjects, shape, batches=tuple(batches), seconds=seconds, images=images)
@@ -83,19 +85,21 @@ def show(result: Result, path: str | Path, data: Data | None = None) -> Path:
     """Write a run as one HTML page; :meth:`dllp.Result.report`."""
     report.require_plotly()
     path = Path(path)
+    labelled = None if result.shape or data is None else as_labelled(data)
+    several = labelled if isinstance(labelled, LabelledBatches) else None
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / (path.stem or "run")
         result.save(folder)
         if data is not None:
-            found = evaluate(result, data)
+            found = evaluate(result, several or data)
             rows = {"rows": [vars(row) for row in found.rows], **found.besides()}
             files.write_json(folder / EVALUATION, rows)
             if result.config.task == "classification":
                 dense = found.clean.get(evaluation.DENSE)
                 examples.collect(found.clean[evaluation.TOGETHER], dense).write(folder)
         run = contents.read(folder)
-        if result.shape:
-            run = replace(run, speed=contents.brief(result))
+        if result.shape or several is not None:
+            run = replace(run, speed=contents.brief(result, _shape(result, several.batches[0] if several else None)))
         page = report.build([run])
     files.write_named(path, page)
     return path
@@ -115,10 +119,11 @@ def _inputs(given: Any, like: ArrayData) -> ArrayData:
     return unlabelled(like, as_array(given).x)
 
 
-def _shape(result: Result) -> tuple[int, ...]:
+def _shape(result: Result, example: Example | None) -> exporting.Shape:
+    """Shape of the one input, or a batch of several by name: those in order have the names of the forward's own."""
+    if example is not None:
+        names = inspect.signature(result.reference.forward).parameters
+        return example if isinstance(example, Mapping) else dict(zip(names, example, strict=False))
     if not result.shape:
-        raise ConfigError(
-            "the network takes several inputs, or has been given them by name: export takes example={name: tensor}, a "
-            "batch of them; speed and padding are for one input"
-        )
+        raise ConfigError("the result does not know one shape of inputs: give example={name: tensor}, a batch")
     return exporting.input_shape(result.model, result.shape)

@@ -77,6 +77,11 @@ class Named(nn.Module):
         return self.network(**dict(zip(self.names, x, strict=True)))
 
 
+def one_argument(network: nn.Module, shape: Shape) -> nn.Module:
+    """The network as a function of what `inputs` gives for a shape: of several inputs one tuple."""
+    return Named(network, list(shape)) if isinstance(shape, Mapping) else network
+
+
 class Logits(nn.Module):
     """A network that returns an object or a mapping: inputs -> the tensor that `select` finds in it."""
 
@@ -184,8 +189,7 @@ def export(
         shape = input_shape(small[0], shape)
     if format == "huggingface":
         return _pretrained(result, particle, path, shape, plain_only=not uint8 and pad_to == 1)
-    if isinstance(shape, Mapping):
-        small = list[nn.Module](Named(network, list(shape)) for network in small)
+    small = [one_argument(network, shape) for network in small]
     wide = small if pad_to == 1 else [wider(result, i, cast(tuple[int, ...], shape), pad_to) for i in chosen]
     first = "logits" if result.config.task == "classification" else "output"
     single = (first, "noise") if result.posterior.head else (first,)

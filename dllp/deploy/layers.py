@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from dllp.deploy.export import INPUT, inputs, require_onnx, write
-from dllp.deploy.runtimes import Subject, limited
+from dllp.deploy.export import Named, Shape, inputs, require_onnx, write
+from dllp.deploy.runtimes import Subject, feed, limited
 from dllp.errors import ArtifactError
 from dllp.structure.groups import discover
 
@@ -47,9 +47,7 @@ def holding_back(layers: Sequence[LayerTime], count: int = 5) -> list[LayerTime]
     return [layer for layer in sorted(layers, key=lambda layer: -layer.lost_ms)[:count] if layer.lost_ms > 0]
 
 
-def layers(
-    dense: Subject, other: Subject, shape: tuple[int, ...], *, batch: int = 64, runs: int = 10
-) -> list[LayerTime]:
+def layers(dense: Subject, other: Subject, shape: Shape, *, batch: int = 64, runs: int = 10) -> list[LayerTime]:
     """Time of every convolution in onnxruntime on one thread; empty where the two graphs run differently."""
     require_onnx()
     times, names = [], []
@@ -64,9 +62,7 @@ def layers(
     return _compared(dense, other, shape, zip(names[0], *times, strict=True))
 
 
-def torch_layers(
-    dense: Subject, other: Subject, shape: tuple[int, ...], *, batch: int = 64, runs: int = 5
-) -> list[LayerTime]:
+def torch_layers(dense: Subject, other: Subject, shape: Shape, *, batch: int = 64, runs: int = 5) -> list[LayerTime]:
     """Time of every convolution and linear layer in PyTorch on one thread: rougher, but it needs no extra."""
     with limited(1):
         before, after = (_timed_layers(subject.network, inputs(batch, shape), runs) for subject in (dense, other))
@@ -75,23 +71,25 @@ def torch_layers(
 
 
 def _compared(
-    dense: Subject, other: Subject, shape: tuple[int, ...], times: Iterable[tuple[str, float, float]]
+    dense: Subject, other: Subject, shape: Shape, times: Iterable[tuple[str, float, float]]
 ) -> list[LayerTime]:
     """Names and seconds of layers with their widths and the share of their FLOPs that is left."""
-    structures = [discover(subject.network, inputs(2, shape), channels=False) for subject in (dense, other)]
+    structures = [discover(subject.network, (inputs(2, shape),), channels=False) for subject in (dense, other)]
     before, after = ({layer.name: layer.macs for layer in structure.layers} for structure in structures)
 
     def width(subject: Subject, name: str) -> int:
         layer: Any = subject.network.get_submodule(name)
         return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
 
-    return [
-        LayerTime(name, 1e3 * a, 1e3 * b, width(dense, name), width(other, name), after[name] / before[name])
-        for name, a, b in times
-    ]
+    prefix = "network." if isinstance(dense.network, Named) else ""
+    found = []
+    for name, a, b in times:
+        widths = width(dense, name), width(other, name)
+        found.append(LayerTime(name.removeprefix(prefix), 1e3 * a, 1e3 * b, *widths, after[name] / before[name]))
+    return found
 
 
-def _timed_layers(network: nn.Module, x: Tensor, runs: int) -> dict[str, float]:
+def _timed_layers(network: nn.Module, x: Any, runs: int) -> dict[str, float]:
     """Median seconds of every convolution and linear layer, the first call left out."""
     samples: dict[str, list[float]] = {}
     for _ in range(runs + 1):
@@ -100,7 +98,7 @@ def _timed_layers(network: nn.Module, x: Tensor, runs: int) -> dict[str, float]:
     return {name: float(np.median(found[1:])) for name, found in samples.items()}
 
 
-def _calls(network: nn.Module, x: Tensor, kinds: tuple[type[nn.Module], ...]) -> list[tuple[str, float]]:
+def _calls(network: nn.Module, x: Any, kinds: tuple[type[nn.Module], ...]) -> list[tuple[str, float]]:
     """Name and seconds of each call of a layer of some kinds, in the order of execution."""
     names = {module: name for name, module in network.named_modules() if isinstance(module, kinds)}
     starts: dict[nn.Module, float] = {}
@@ -123,10 +121,10 @@ def _calls(network: nn.Module, x: Tensor, kinds: tuple[type[nn.Module], ...]) ->
     return found
 
 
-def _kernel_times(path: Path, x: Tensor, runs: int) -> list[float]:
+def _kernel_times(path: Path, x: Any, runs: int) -> list[float]:
     """Median seconds of every convolution in a file, in its order there, as far as kernels are found."""
     places, samples = _kernel_places(path), dict[int, list[float]]()
-    for name, seconds in kernel_events(path, {INPUT: x.numpy()}, runs):
+    for name, seconds in kernel_events(path, feed(path, x), runs):
         if name in places:  # batch norms may become convolutions, too
             samples.setdefault(places[name], []).append(seconds)
     return [float(np.median(samples[place][1:])) for place in sorted(samples)]

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dllp import files
 from dllp.data import ArrayData
-from dllp.deploy.export import INPUT, inputs, packed, trace
+from dllp.deploy.export import INPUT, Shape, inputs, packed, trace
+from dllp.devices import trees
 from dllp.runs.tensors import write_network
 
 TORCH, ONNX, INT8 = "PyTorch", "onnxruntime", "onnxruntime int8"
@@ -72,18 +73,19 @@ def limited(count: int) -> Iterator[None]:
 
 
 def torch_samples(
-    networks: Sequence[nn.Module], x: Tensor, threads: int, seconds: float, fewest: int | None = None
+    networks: Sequence[nn.Module], x: Any, threads: int, seconds: float, fewest: int | None = None
 ) -> list[Samples]:
-    """Samples of every network on the device of its inputs."""
+    """Samples of every network on the device of its inputs, a tensor or a tuple of them."""
+    device = trees.tensors(x)[0].device
 
     def call(network: nn.Module) -> None:
         network(x)
-        if x.is_cuda:
+        if device.type == "cuda":
             torch.cuda.synchronize()
 
     try:
         # moved outside inference mode: weights that are moved inside it can never be exported again
-        calls = [partial(call, network.to(x.device)) for network in networks]
+        calls = [partial(call, network.to(device)) for network in networks]
         with limited(threads), torch.inference_mode():
             return interleaved(calls, seconds, fewest)
     finally:
@@ -91,7 +93,7 @@ def torch_samples(
             network.cpu()
 
 
-def cuda_peak(network: nn.Module, x: Tensor) -> int:
+def cuda_peak(network: nn.Module, x: Any) -> int:
     """Bytes of weights and activations at their highest, the input not counted."""
     peak = 0
     try:
@@ -100,7 +102,7 @@ def cuda_peak(network: nn.Module, x: Tensor) -> int:
             torch.cuda.empty_cache()
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-            network.to(x.device)
+            network.to(trees.tensors(x)[0].device)
             with torch.inference_mode():
                 network(x)
             peak = torch.cuda.max_memory_allocated() - before
@@ -109,7 +111,7 @@ def cuda_peak(network: nn.Module, x: Tensor) -> int:
     return peak
 
 
-def written(subject: Subject, shape: tuple[int, ...], folder: Path, index: int) -> dict[str, Path]:
+def written(subject: Subject, shape: Shape, folder: Path, index: int) -> dict[str, Path]:
     """A network as ONNX and as pt2, and beside the latter its weights as safetensors."""
     subject.network.eval()
     paths = {ONNX: folder / f"{index}.onnx", TORCH: folder / f"{index}.pt2"}
@@ -120,12 +122,20 @@ def written(subject: Subject, shape: tuple[int, ...], folder: Path, index: int) 
     return paths
 
 
-def quantised(path: Path, batches: Iterable[Tensor]) -> Path:
+def feed(path: Path, x: Any) -> dict[str, np.ndarray]:
+    """Inputs of an ONNX file, a tensor or a tuple of them, by the names that it has for them."""
+    import onnx
+
+    names = [given.name for given in onnx.load(str(path)).graph.input]
+    return dict(zip(names, (value.numpy() for value in trees.tensors(x)), strict=True))
+
+
+def quantised(path: Path, batches: Iterable[Any]) -> Path:
     """Static int8 in QDQ form: a scale for each channel of the weights, ranges of activations from `batches`."""
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    parts = ({INPUT: batch.numpy()} for batch in batches)
+    parts = (feed(path, batch) for batch in batches)
 
     class Reader(CalibrationDataReader):
         def get_next(self) -> Any:
@@ -151,7 +161,7 @@ def accuracy(path: Path, data: ArrayData) -> float:
     return right / len(data)
 
 
-def onnx_samples(paths: Sequence[Path], x: Tensor, device: str, threads: int, seconds: float) -> list[Samples]:
+def onnx_samples(paths: Sequence[Path], x: Any, device: str, threads: int, seconds: float) -> list[Samples]:
     """Samples of every ONNX file; none where onnxruntime does not know the device."""
     import onnxruntime
 
@@ -160,19 +170,20 @@ def onnx_samples(paths: Sequence[Path], x: Tensor, device: str, threads: int, se
     return interleaved([_session(path, x, device, threads) for path in paths], seconds)
 
 
-def _session(path: Path, x: Tensor, device: str, threads: int) -> Call:
-    """A call of an ONNX file; on CUDA the input lies there already and the output stays there."""
+def _session(path: Path, x: Any, device: str, threads: int) -> Call:
+    """A call of an ONNX file; on CUDA the inputs lie there already and the output stays there."""
     import onnxruntime
 
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = threads
     kind = "CUDAExecutionProvider" if device == "cuda" else "CPUExecutionProvider"
     session = onnxruntime.InferenceSession(str(path), settings, providers=[kind])
-    values = x.numpy()
+    values = feed(path, x)
     if device == "cpu":
-        return lambda: session.run(None, {INPUT: values})
+        return lambda: session.run(None, values)
     binding = session.io_binding()
-    binding.bind_ortvalue_input(INPUT, onnxruntime.OrtValue.ortvalue_from_numpy(values, "cuda", 0))
+    for name, value in values.items():
+        binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(value, "cuda", 0))
     binding.bind_output(session.get_outputs()[0].name, "cuda")
 
     def work() -> None:

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from dllp.api import Result
 from dllp.data import ArrayData, Dataset, stratified
 from dllp.deploy import runtimes
-from dllp.deploy.export import inputs, require_onnx
+from dllp.deploy.export import Shape, inputs, one_argument, require_onnx
 from dllp.deploy.layers import LayerTime, holding_back, layers, torch_layers
 from dllp.deploy.memory import peak_bytes
 from dllp.deploy.runtimes import INT8, ONNX, TORCH, Samples, Subject
+from dllp.devices import trees
 from dllp.errors import ConfigError, check_count
 from dllp.structure.groups import Structure, discover, discover_again
 from dllp.structure.padding import kept_units, padded, rounded
@@ -34,20 +35,24 @@ CALIBRATION = 256  # training examples that the ranges of int8 activations are t
 WORK = 4e12  # MACs that measuring accuracy may take: all of CIFAR-10's test set by VGG-16
 
 
-def subjects(result: Result, shape: tuple[int, ...], *, particle: int = 0, round_to: int = 8) -> list[Subject]:
-    """Dense and pruned network of a run; with lost channels also both ways to multiples of `round_to`."""
+def subjects(result: Result, shape: Shape, *, particle: int = 0, round_to: int = 8) -> list[Subject]:
+    """Dense and pruned network of a run; with lost channels also both ways to multiples of `round_to`.
+
+    Of a network of several inputs (`shape` is a batch of them by name) dense and pruned alone.
+    """
     if not 0 <= particle < len(result.particles):
         raise ConfigError(f"there is no particle {particle + 1}: the run has {len(result.particles)}")
     chosen = result.particles[particle]
     # the reference has the dense widths, but closed gates: it stands for the dense network in time, not in accuracy
     dense = chosen.reference if result.original is None else result.original
     # counted here: inputs of another shape than the run's cost something else
-    both = [
-        Subject(name, network, discover(network, inputs(2, shape), channels=False).flops.dense, trained)
-        for name, network, trained in ((DENSE, dense, dense is result.original), (PRUNED, chosen.network, True))
-    ]
+    both = []
+    for name, given, trained in ((DENSE, dense, dense is result.original), (PRUNED, chosen.network, True)):
+        network = one_argument(given, shape)
+        macs = discover(network, (inputs(2, shape),), channels=False).flops.dense
+        both.append(Subject(name, network, macs, trained))
     check_count(round_to=round_to)
-    if not chosen.recipe or round_to == 1:
+    if not chosen.recipe or round_to == 1 or isinstance(shape, Mapping):
         return both
     structure = discover_again(chosen.reference, inputs(2, shape), result.whole, result.config)
     return [*both, *multiples(chosen.reference, chosen.recipe, structure, round_to)]
@@ -201,7 +206,7 @@ def headline(rows: Sequence[Row]) -> Row | None:
 
 
 def measure(
-    found: Sequence[Subject], shape: tuple[int, ...], *, batches: Sequence[int] = (1, 64),
+    found: Sequence[Subject], shape: Shape, *, batches: Sequence[int] = (1, 64),
     threads: Sequence[int] | None = None, seconds: float = 5.0, images: Images | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:  # fmt: skip
@@ -237,9 +242,12 @@ def measure(
                 if subject.trained:
                     progress(f"accuracy, {subject.name}, {runtime}")
                     accuracy[path] = runtimes.accuracy(path, images.test)
-        largest = (max(batches), *shape)
-        peaks = {name: peak_bytes(each[TORCH], largest) for name, each in paths.items()}
-        graph_peaks = {path: peak_bytes(path, largest) for _, _, path in graphs}
+        peaks: dict[str, int | None] = {}
+        graph_peaks: dict[Path, int | None] = {}
+        if not isinstance(shape, Mapping):  # it is measured for one tensor of zeros
+            largest = (max(batches), *shape)
+            peaks = {name: peak_bytes(each[TORCH], largest) for name, each in paths.items()}
+            graph_peaks = {path: peak_bytes(path, largest) for _, _, path in graphs}
         disk = {name: each[TORCH].with_suffix(".safetensors").stat().st_size for name, each in paths.items()}
         for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
             here = [graph for graph in graphs if device == "cpu" or graph[1] == ONNX]
@@ -247,18 +255,19 @@ def measure(
                 for batch in batches:
                     progress(f"{device}, {count} threads, batch {batch}")
                     x = inputs(batch, shape)
-                    rows += torch_rows(found, disk, peaks, x.to(device), threads=count, seconds=seconds)
+                    here_x = trees.moved(x, torch.device(device))
+                    rows += torch_rows(found, disk, peaks, here_x, threads=count, seconds=seconds)
                     samples = runtimes.onnx_samples([path for _, _, path in here], x, device, count, seconds)
                     setting: dict[str, Any] = dict(device=device, threads=count, batch=batch)
                     for (subject, runtime, path), part in zip(here, samples, strict=False):
-                        peak = graph_peaks[path] if device == "cpu" else None
+                        peak = graph_peaks.get(path) if device == "cpu" else None
                         row = _row(subject, runtime, part, path.stat().st_size, peak, **setting)
                         rows.append(replace(row, accuracy=accuracy.get(path)))
     return compared(rows)
 
 
 def measure_torch(
-    found: Sequence[Subject], shape: tuple[int, ...], *, batches: Sequence[int] = (1, 64), seconds: float = 0.3
+    found: Sequence[Subject], shape: Shape, *, batches: Sequence[int] = (1, 64), seconds: float = 0.3
 ) -> list[Row]:
     """A brief measurement that needs no extra: PyTorch on one thread, bytes of the weights, no peak memory."""
     disk = {s.name: sum(value.nbytes for value in s.network.state_dict().values()) for s in found}
@@ -266,7 +275,7 @@ def measure_torch(
     return compared([row for part in parts for row in part])
 
 
-def measure_onnx(found: Sequence[Subject], shape: tuple[int, ...], seconds: float = 0.5) -> list[Row]:
+def measure_onnx(found: Sequence[Subject], shape: Shape, seconds: float = 0.5) -> list[Row]:
     """A brief measurement of one example in onnxruntime on one thread, without int8 and peak memory."""
     require_onnx()
     setting: dict[str, Any] = dict(device="cpu", threads=1, batch=1)
@@ -278,13 +287,14 @@ def measure_onnx(found: Sequence[Subject], shape: tuple[int, ...], seconds: floa
 
 
 def torch_rows(
-    found: Sequence[Subject], disk: Mapping[str, int], memory: Mapping[str, int | None], x: Tensor, *,
+    found: Sequence[Subject], disk: Mapping[str, int], memory: Mapping[str, int | None], x: Any, *,
     seconds: float, threads: int = 1, fewest: int | None = None,
 ) -> list[Row]:  # fmt: skip
     """Every network in PyTorch on the inputs' device, given bytes on disk and peak memory on a CPU by name."""
-    peaks = [runtimes.cuda_peak(s.network, x) if x.is_cuda else memory.get(s.name) for s in found]
+    device = trees.tensors(x)[0].device.type
+    peaks = [runtimes.cuda_peak(s.network, x) if device == "cuda" else memory.get(s.name) for s in found]
     samples = runtimes.torch_samples([subject.network for subject in found], x, threads, seconds, fewest)
-    setting: dict[str, Any] = dict(device=x.device.type, threads=threads, batch=len(x))
+    setting: dict[str, Any] = dict(device=device, threads=threads, batch=trees.count(x))
     rows = zip(found, samples, peaks, strict=True)
     return [_row(subject, TORCH, part, disk[subject.name], peak, **setting) for subject, part, peak in rows]
 

@@ -10,7 +10,7 @@ from dllp import files
 from dllp.api import Result
 from dllp.config import Config
 from dllp.deploy import speed
-from dllp.deploy.export import input_shape
+from dllp.deploy.export import Shape, input_shape
 from dllp.deploy.speed import LayerTime
 from dllp.deploy.speed import Row as SpeedRow
 from dllp.errors import ArtifactError
@@ -82,9 +82,9 @@ class Run(result.Run):
         return None
 
 
-def brief(result: Result) -> Speed:
+def brief(result: Result, shape: Shape | None = None) -> Speed:
     """A brief look at times: PyTorch, one thread; `dllp speed` looks longer and at more."""
-    shape = input_shape(result.model, result.shape)
+    shape = shape or input_shape(result.model, result.shape)
     dense, pruned = speed.subjects(result, shape, round_to=1)
     cut = result.particles[0].recipe
     layers = speed.torch_layers(dense, pruned, shape, batch=LAYER_BATCH, runs=3) if cut else []

@@ -20,7 +20,7 @@ from dllp.data import ArrayData, load
 from dllp.deploy import memory, runtimes, speed
 from dllp.deploy.export import INPUT, inputs, write
 from dllp.deploy.layers import CONVOLUTIONS, _calls, _kernel_places, _kernel_times, _plain_name, _profile
-from dllp.errors import ArtifactError, ConfigError
+from dllp.errors import ArtifactError, ConfigError, DataError
 from dllp.runs.result import read_run
 from dllp.runs.settings import Task
 from dllp.structure.groups import discover
@@ -357,3 +357,37 @@ def test_one_line_says_what_was_measured_what_was_promised_and_what_to_try() -> 
     assert "--keep-latency 0.4" in line
     fast = speed.compared([row("dense", 2.0, 100.0, speed.ONNX), row("pruned", 0.8, 40.0, speed.ONNX)])
     assert "try" not in speed.truth(fast, [slow]) and speed.truth(rows[:1], []) == ""
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.last = nn.Linear(6, 16), nn.Linear(4, 16), nn.Linear(32, 3)
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.cat([self.left(x).relu(), self.right(z).relu()], 1))
+
+
+def test_networks_of_several_inputs_are_timed_judged_and_shown(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, z = torch.randn(60, 6, generator=generator), torch.randn(60, 4, generator=generator)
+    y = torch.arange(60) % 3
+    options = dict(epochs=1, keep_flops=0.6, device="cpu", progress=False, init="fresh", particles=2)
+    result = dllp.prune(Pair(), (x, z, y), **options)  # pyright: ignore[reportArgumentType]
+    for example in ({"z": z[:4], "x": x[:4]}, (x[:4], z[:4])):
+        timed = result.speed(batches=[2], seconds=0.0, example=example)
+        assert {row.macs for row in timed.rows} == {result.dense.macs, result.sizes[0].macs}
+        assert {row.runtime for row in timed.rows} == {speed.TORCH, speed.ONNX, speed.INT8}
+    assert result.export(tmp_path / "pair.onnx", example=(x[:4], z[:4])).difference < 1e-5
+    right = (result.posterior.members((x, z)).mean(0).argmax(1) == y).float().mean()
+    rows = [{"x": a, "z": b, "labels": c} for a, b, c in zip(x, z, y, strict=True)]
+    batches = torch.utils.data.DataLoader(rows, 16)  # pyright: ignore[reportArgumentType]
+    for data in ((x, z, y), batches):
+        found = result.evaluate(data).rows[-1]
+        assert found.name == "all particles" and found.metrics["accuracy"] == pytest.approx(float(right))
+    page = result.report(tmp_path / "page.html", batches).read_text(encoding="utf-8")
+    assert "a brief look in PyTorch" in page and "right" in page
+    with pytest.raises(DataError, match="of one input"):
+        result.evaluate(batches, ood="noise")
+    with pytest.raises(DataError, match="without labels"):
+        result.evaluate({"x": x, "z": z})

@@ -167,7 +167,7 @@ def test_it_is_exported_timed_and_shown(result: dllp.Result, tmp_path: Path) -> 
     assert accuracy["pruned"] == pytest.approx(found[1].metrics["accuracy"], abs=0.04)
     page = result.report(tmp_path / "page.html", images(30)).read_text(encoding="utf-8")
     assert "Validation accuracy" in page and "The dense network is trained" not in page
-    with pytest.raises(ConfigError, match="one shape of inputs: give export example"):
+    with pytest.raises(ConfigError, match="one shape of inputs: give example"):
         replace(result, shape=()).export(tmp_path / "a.onnx")
 
 

@@ -82,7 +82,7 @@ def test_whole_layers_of_bert_go_and_all_that_follows_works(tmp_path: Path) -> N
     with torch.no_grad():
         expected = result.model(**inputs).logits
         assert torch.equal(again.model(**inputs).logits, expected)
-    with pytest.raises(dllp.ConfigError, match="give export example="):
+    with pytest.raises(dllp.ConfigError, match="give example="):
         again.export(tmp_path / "small.onnx")
     assert again.export(tmp_path / "small.onnx", example=inputs).difference < 1e-5
     session = onnxruntime.InferenceSession(tmp_path / "small.onnx", providers=["CPUExecutionProvider"])
