@@ -69,8 +69,9 @@ def execute(
         program: The command itself, as the user typed it.
     """
     check_launcher(given)
+    share = shard(given.get("shard", "1/1"))
     if given["name"] == transformers.NAME:
-        return transformers.execute(given, typed(program, given), tables.settings(given.get("set", ())))
+        return transformers.execute(given, typed(program, given), tables.settings(given.get("set", ())), share)
     for option in ("texts", "models"):
         if option in given:
             raise ConfigError(f"{given['name']} reads no texts: leave out --{option}")
@@ -79,7 +80,6 @@ def execute(
     variant = tables.Variant(given.get("epochs"), given.get("validation", 0), settings)
     if variant.validation and table.name in summary.OF_PREDICTIONS:
         raise ConfigError(f"{table.name} is about predictions on the test set: leave out --validation")
-    share = shard(given.get("shard", "1/1"))
     plan = table.plan(given.get("rows", ()), given.get("seeds"), variant, share)
     command = typed(program, given)
     note = {**environment(torch.device("cpu")), **source(), "deterministic": True, "command": command}

@@ -20,9 +20,16 @@ from paper.transformers.runner import Runner
 from paper.transformers.summary import write_summary
 
 
-def execute(given: Mapping[str, Any], command: str, settings: Mapping[str, Any]) -> None:
-    """Run the rows that are not finished, and write the table; `command` is what was typed."""
-    for option in ("launcher", "shard", "data", "image_size"):
+def execute(
+    given: Mapping[str, Any], command: str, settings: Mapping[str, Any], shard: tuple[int, int] = (1, 1)
+) -> None:
+    """Run the rows that are not finished, and write the table.
+
+    Args:
+        command: What was typed.
+        shard: (I, N): the I-th of N shares; rows of one task and seed stay together.
+    """
+    for option in ("launcher", "data", "image_size"):
         if option in given:
             raise ConfigError(f"{NAME} runs its rows one after another on their own data: leave out --{option}")
     patterns, seeds = given.get("rows") or ["*"], tuple(given.get("seeds") or SEEDS)
@@ -33,6 +40,8 @@ def execute(given: Mapping[str, Any], command: str, settings: Mapping[str, Any])
         raise ConfigError(f"{NAME} has no row {' '.join(patterns)!r}: choose from {names}")
     store = Store(Path(given.get("out", "results")) / f"{NAME}{variant.suffix}")
     plan = [(row, seed) for seed in seeds for row in chosen]
+    parts, (index, count) = list(dict.fromkeys((row.task, seed) for row, seed in plan)), shard
+    plan = [job for job in plan if parts.index((job[0].task, job[1])) % count == index - 1]
     finished = store.digests()
     if given.get("list"):
         for row, seed in plan:
@@ -41,7 +50,7 @@ def execute(given: Mapping[str, Any], command: str, settings: Mapping[str, Any])
         return
     try:
         if not given.get("summary_only"):
-            _run(plan, store, variant, given, command)
+            _run(plan, store, variant, given, {"command": command, "processes": count})
     finally:
         written = write_summary(store, variant)
     if written and not given.get("quiet"):
@@ -50,13 +59,16 @@ def execute(given: Mapping[str, Any], command: str, settings: Mapping[str, Any])
 
 
 def _run(
-    plan: Sequence[tuple[Row, int]], store: Store, variant: Variant, given: Mapping[str, Any], command: str
+    plan: Sequence[tuple[Row, int]], store: Store, variant: Variant, given: Mapping[str, Any], known: Mapping[str, Any]
 ) -> None:
-    """One job after another; those of one task and seed follow each other, and share their start."""
+    """One job after another; those of one task and seed follow each other, and share their start.
+
+    `known` is added to every line.
+    """
     device = find_device(given.get("device", "auto"))
     usual = "bfloat16" if device.type == "cuda" else "float32"
     machine = {"device": str(device), "precision": given.get("precision", usual)}
-    note = {**environment(device), **source(), "command": command}
+    note = {**environment(device), **source(), **known}
     lengths = {} if variant.epochs is None else {"start": variant.epochs, "epochs": variant.epochs}
     read, models = (Path(given[name]) if name in given else None for name in ("texts", "models"))
     folders = Folders(read, models, given.get("data_root"))

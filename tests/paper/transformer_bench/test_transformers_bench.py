@@ -132,6 +132,25 @@ def test_sentences_and_mistakes(folders: tuple[Path, Path], tmp_path: Path, caps
     assert "unet-dllp-80 seed 2" in capsys.readouterr().out
 
 
+def test_processes_share_the_tasks_and_seeds(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All rows of a task and seed start from one network, so one process has them."""
+    chosen = ["--rows", "sst2-dense", "sst2-taylor-50", "trec-dense"]
+    found = []
+    for words in ([], *(["--shard", f"{k}/3"] for k in (1, 2, 3))):
+        assert bench(folders, tmp_path, "--list", *chosen, *words) == 0
+        found.append([line.split()[1:] for line in capsys.readouterr().out.splitlines()])
+    whole, *shares = found
+    assert sorted(row for share in shares for row in share) == sorted(whole) and all(shares)
+    owners = [{(row.partition("-")[0], seed) for row, _, seed in share} for share in shares]
+    assert sum(map(len, owners)) == len(set.union(*owners)) == 6
+    short = ["--epochs", "1", "--set", "examples=32", "--seeds", "0", "--shard", "1/2"]
+    assert bench(folders, tmp_path, "--rows", "sst2-dense", *short) == 0
+    lines = next(tmp_path.glob("*/runs.jsonl")).read_text().splitlines()
+    assert [json.loads(line)["processes"] for line in lines] == [2]
+
+
 class Words:
     """A tokenizer of known words."""
 
