@@ -35,12 +35,12 @@ class Split(nn.Module):
 
 
 def naive_scale(model: nn.Module, structure: Structure, group: int, unit: int) -> float:
-    """RMS of the gammas of a unit, or of its filters where no norm with gammas reads it."""
-    modules = dict(model.named_modules())
+    """RMS of the gammas of a unit, or of its filters where no norm with gammas reads it; a buffer is no weight."""
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     gammas, weights = [], []
     for piece in structure.groups[group].slices:
         module = modules[piece.module]
-        value = model.state_dict()[piece.name] if piece.role == "write" else torch.empty(0)
+        value = parameters.get(piece.name, torch.empty(0)) if piece.role == "write" else torch.empty(0)
         for k in (piece.unit == unit).nonzero().flatten().tolist() if value.numel() else ():
             if isinstance(module, NORMS):
                 gammas += [value[k].item()] if piece.name.endswith("weight") else []
