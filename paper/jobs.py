@@ -368,7 +368,7 @@ class Runner:
         return Trained(result.posterior, result.sizes, result.dense, seconds, detail | weights(job, result))
 
     def _baseline(self, job: Job, data: Dataset, config: Config) -> Trained:
-        """Another method by the dense network's recipe, then its fine-tuning."""
+        """Another method by the dense network's recipe, then its fine-tuning; seconds of its choice count, too."""
         config = replace(config, weight_decay=job.dense.config.resolved().weight_decay)  # not that of DLLP's weights
         method = find_baseline(job.baseline)
         if isinstance(method, dynamic.Dynamic):
@@ -382,7 +382,9 @@ class Runner:
         detail = {"widths": result.widths, "history": brief(result.history), **weights(job, pruned.before)}
         detail |= moments(job, pruned.before, result)
         first = pruned.before.posterior if pruned.after else None
-        return Trained(result.posterior, result.sizes, result.dense, spent(result), detail, first)
+        choice = result.info["choice_seconds"]
+        detail |= {"choice_seconds": choice}
+        return Trained(result.posterior, result.sizes, result.dense, spent(result) + choice, detail, first)
 
     def _by_image(self, method: dynamic.Dynamic, job: Job, data: Dataset, config: Config) -> Trained:
         """A method that chooses channels by image, from the dense network on; its cost is the evaluated images'."""

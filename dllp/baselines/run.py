@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -172,6 +173,7 @@ def _joined(first: list[dict[str, Any]], then: list[dict[str, Any]]) -> list[dic
 
 def _cut(method: Method, scene: Scene, trained: Result, example: Tensor) -> Result:
     """Cut what the scores give up, verify that it equals the gated network, and let the method repair the rest."""
+    began = time.perf_counter()
     scores, units = method.scores(scene), scene.gating.units
     if scores.shape != (units,) or scores.isnan().any():  # a method may be a user's own
         raise ConfigError(f"scores of method {method.name} must be {units} numbers, none of them NaN")
@@ -197,7 +199,12 @@ def _cut(method: Method, scene: Scene, trained: Result, example: Tensor) -> Resu
         },
         widths=widths,
         whole=dict(scene.gating.whole),
-        info={**trained.info, "method": method.name, "hyperparameters": dict(vars(method))},
+        info={
+            **trained.info,
+            "method": method.name,
+            "hyperparameters": dict(vars(method)),
+            "choice_seconds": time.perf_counter() - began,  # minutes where an agent searches, or layers are fitted
+        },
     )
 
 

@@ -147,6 +147,8 @@ def test_a_baseline_job_says_what_it_was_before_and_after() -> None:
     line = outcome.line
     assert line["before"]["accuracy"] != line["particles"][0]["accuracy"] and line["flops_removed"][0] >= 0.6
     assert job.derived and list(runner.dense_networks) == [job.dense.digest] and len(line["history"]) == 3
+    epochs = sum(record["seconds"] for record in line["history"])
+    assert line["choice_seconds"] > 0 and line["train_seconds"] == pytest.approx(epochs + line["choice_seconds"])
     dense = runner.dense_networks[job.dense.digest]
     alone = Runner(runner.data, device="cpu").run(job.dense).line
     assert alone["history"][-1]["loss"] == dense.history[-1]["loss"], "the dense row's own network"
