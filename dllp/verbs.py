@@ -71,11 +71,12 @@ def speed(
     data: Dataset | None = None, example: Example | None = None,
 ) -> timing.Timed:  # fmt: skip
     """Time the dense against the pruned network; :meth:`dllp.Result.speed`."""
-    shape = _shape(result, example)
-    if data is not None and isinstance(shape, Mapping):
-        raise ConfigError("data is for networks of one input: leave it out")
+    shape, images = _shape(result, example), None
     subjects = timing.subjects(result, shape, particle=particle)
-    images = None if data is None else timing.images(data, subjects[0].macs, result.config.task)
+    if data is not None:
+        if isinstance(shape, Mapping):
+            raise ConfigError("data is for networks of one input: leave it out")
+        images = timing.images(data, shape, subjects[0].macs, result.config.task)
     rows = timing.measure(subjects, shape, batches=tuple(batches), seconds=seconds, images=images)
     return timing.Timed(rows, timing.layers(subjects[0], subjects[1], shape, batch=max(batches)))
 

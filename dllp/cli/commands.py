@@ -16,6 +16,7 @@ from dllp.runs.folder import SPEED
 from dllp.runs.launch import KEPT
 
 if TYPE_CHECKING:
+    from dllp.data import Dataset
     from dllp.deploy.speed import Images
 
 OWN_PAPER = "Efficient Stein Variational Inference for Reliable Distribution-lossless Network Pruning"
@@ -52,13 +53,18 @@ def export(args: Namespace) -> None:
 
     if args.posterior and args.particle is not None:
         raise ConfigError("--particle and --posterior exclude each other: give one of them")
-    format = export.format_of(Path(args.out), args.format)
+    format = export.format_of(Path(args.out), args.format, args.int8)
     if format == "onnx":
         export.require_onnx()
-    result = read_run(Path(args.folder), args).open(shape=args.shape)
+    stored = read_run(Path(args.folder), args, needed=("model", "data") if args.int8 else ("model",))
+    try:
+        data = _data(stored) if args.int8 else None
+    except DllpError as error:
+        raise DataError(f"int8 has no data for its calibration ({error}): name some with --data") from error
+    result = stored.open(shape=args.shape, data=data)
     particle = None if args.posterior else (1 if args.particle is None else args.particle) - 1
-    options: dict[str, Any] = dict(format=format, particle=particle, uint8=args.uint8, pad_to=args.pad_to)
-    done = export.export(result, args.out, result.shape, **options)
+    given = {name: getattr(args, name) for name in ("uint8", "pad_to", "int8")}
+    done = export.export(result, args.out, result.shape, format=format, particle=particle, data=data, **given)
     if format == "huggingface":
         print(f"{done.path}: {done.bytes:,} bytes; from_pretrained reads it, with the same outputs bit for bit")
         return
@@ -66,7 +72,13 @@ def export(args: Namespace) -> None:
     kind = "uint8" if args.uint8 else "int64" if tokens else "float32"
     print(f"{done.path}: {done.bytes:,} bytes, {kind} input (batch, {', '.join(map(str, result.shape))})")
     print(f"outputs: {', '.join(done.outputs)}")
-    print(f"largest difference from PyTorch: {done.difference:.2g} ({done.runtime}, batches of {export.BATCHES})")
+    against, seen = ("floats", "calibration examples") if args.int8 else ("PyTorch", f"batches of {export.BATCHES}")
+    text = f"largest difference from {against}: {done.difference:.2g} ({done.runtime}, {seen})"
+    if done.agreement is not None:
+        text = f"int8: {done.agreement:.2%} of the {seen} get the class that floats give"
+    if done.accuracy is not None:
+        text += f"; {stored.task.split} accuracy {done.accuracy[1]:.2%}, {done.accuracy[0]:.2%} in floats"
+    print(text)
 
 
 def methods(args: Namespace) -> None:
@@ -156,17 +168,20 @@ def _images(stored: StoredRun, shape: tuple[int, ...], macs: float) -> tuple[Ima
     try:
         if "data" not in stored.settings:
             raise DataError(f"{stored.folder} does not name its data")
-        data = stored.read_data(quiet=True)
-        data = replace(data, test=as_trained(data, stored.info.data))
-        if data.train.shape != tuple(shape):
-            raise DataError(f"the data has inputs of shape {data.train.shape}, not {tuple(shape)}")
-        found = speed.images(data, macs, stored.record.config.get("task", "classification"))
+        data = _data(stored)
+        found = speed.images(data, shape, macs, stored.record.config.get("task", "classification"))
     except DllpError as error:
         return None, f"int8: calibrated with random inputs, accuracy not measured: {error}"
     seen = f"int8: calibrated with {len(found.calibration)} training examples"
     if found.test is None:
         return found, seen
     return found, f"{seen}; accuracy on {len(found.test)} of {len(data.test)} {stored.task.split} examples"
+
+
+def _data(stored: StoredRun) -> Dataset:
+    """The run's data, or those that were chosen instead, for its networks: their normalisation, and same classes."""
+    data = stored.read_data(quiet=True)
+    return replace(data, test=as_trained(data, stored.info.data))
 
 
 def environment() -> dict[str, Any]:

@@ -270,6 +270,10 @@ def _export(parser: Parser) -> None:
     add(parser, "--uint8", bool, "Take raw images and normalise them inside.")
     text = "Add dead channels up to multiples of this; the outputs stay the same."
     add(parser, "--pad-to", int, text, default=1)
+    group = parser.add_argument_group("int8, as `dllp speed` times it")
+    text = "Quantise weights and activations, calibrated with training images; onnx only."
+    add(group, "--int8", bool, text)
+    add_fields(group, Task, ("data", "data_root", "image_size"), defaults=False)
 
 
 def _speed(parser: Parser) -> None:
@@ -397,7 +401,9 @@ examples:
   dllp export runs/demo --posterior --uint8 --out demo.onnx
       raw images to prediction, aleatoric and epistemic uncertainty, all particles in one graph
   dllp export runs/demo --pad-to 8 --out demo.onnx
-      dead channels up to multiples of 8: the same outputs, often much faster in onnxruntime"""
+      dead channels up to multiples of 8: the same outputs, often much faster in onnxruntime
+  dllp export runs/demo --int8 --out demo.onnx
+      static int8, calibrated with training images of the run's own data; --data names other data"""
 REPORT = """Needs pip install 'dllp[report]'. The page holds everything: it opens from a file and asks for
 nothing. Latency is what `dllp speed` found before, or is measured briefly; corruptions are shown where
 `dllp evaluate --corrupt` was run.

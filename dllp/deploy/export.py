@@ -9,10 +9,11 @@ import importlib.util
 import inspect
 import io
 import logging
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -21,11 +22,13 @@ from torch import Tensor, nn
 
 from dllp import files
 from dllp.api import Result
-from dllp.deploy import hugging_face
+from dllp.deploy import hugging_face, quantise
+from dllp.deploy.quantise import Images
 from dllp.devices.device import undisturbed
 from dllp.errors import ConfigError, ExportError, check_count, first_line
 from dllp.method.likelihood import split_noise
 from dllp.posterior import decompose, evaluating, logits_of
+from dllp.prepare import Data
 from dllp.structure.groups import discover_again
 from dllp.structure.padding import fill, kept_units, padded
 from dllp.structure.slicing import kept_indices
@@ -48,8 +51,11 @@ class Exported:
         path, format, bytes: The file.
         outputs: Names of its outputs: `logits` or `output` of one particle, and its `noise` where d(x) was learned;
             :data:`OUTPUTS` of the posterior.
-        difference: Largest absolute difference from PyTorch over all outputs of the check.
+        difference: Largest absolute difference from PyTorch over all outputs of the check; of int8 from floats, of the
+            first output for the calibration examples.
         runtime: The one of the check.
+        agreement: Of int8, fraction of the calibration examples that get the class that floats give.
+        accuracy: Of int8, that of floats and its own on test examples of the data; None where there are none.
     """
 
     path: Path
@@ -58,6 +64,8 @@ class Exported:
     outputs: tuple[str, ...]
     difference: float
     runtime: str
+    agreement: float | None = None
+    accuracy: tuple[float, float] | None = None
 
 
 class Tokens(tuple[int, ...]):
@@ -142,8 +150,8 @@ class Ensemble(nn.Module):
         return mean, noise.expand_as(mean).clone(), members.var(0, correction=0)
 
 
-def format_of(path: Path, wanted: str | None) -> Format:
-    """The format of a file: the wanted one, or that of its ending; the two must not contradict each other."""
+def format_of(path: Path, wanted: str | None, int8: bool = False) -> Format:
+    """The format of a file: the wanted one, or that of its ending; neither must contradict the other, or int8."""
     known, ending = get_args(Format), path.suffix.removeprefix(".")
     if wanted is not None and wanted not in known:
         raise ConfigError(f"format = {wanted!r} is unknown: choose {' or '.join(known)}")
@@ -152,13 +160,16 @@ def format_of(path: Path, wanted: str | None) -> Format:
         raise ConfigError(f"{path}: there is no export to .{ending}: name it .onnx or .pt2, or give the format")
     if wanted and named and wanted != named:
         raise ConfigError(f"{path} ends in .{named}, but format = {wanted}: give one of them, or both alike")
-    return cast(Format, wanted or named or "onnx")
+    found = cast(Format, wanted or named or "onnx")
+    if int8 and found != "onnx":
+        raise ConfigError(f"int8 is written as onnx alone, not as {found}: give a file that ends in .onnx")
+    return found
 
 
 @undisturbed()
 def export(
     result: Result, path: str | Path, shape: Shape, *, format: Format | None = None, particle: int | None = 0,
-    uint8: bool = False, pad_to: int = 1,
+    uint8: bool = False, pad_to: int = 1, int8: bool = False, data: Data | None = None,
 ) -> Exported:  # fmt: skip
     """Write a run's networks as one file with a dynamic batch, after checking it against PyTorch.
 
@@ -172,9 +183,13 @@ def export(
         particle: Index of an extracted network, or None for the ensemble with its uncertainty.
         uint8: Take raw images and normalise them inside, as `result.info["data"]` says.
         pad_to: Add dead channels up to a multiple of this: the same function, on kernels that like such widths.
+        int8: Quantise one particle statically: the ONNX file that :meth:`dllp.Result.speed` times. How far its answers
+            are from those of floats is told, and not limited.
+        data: For int8, as for :func:`dllp.prune`: 256 training examples set the ranges of the activations, and the test
+            examples of a data set give the accuracy.
     """
     path = Path(path)
-    format = format_of(path, format)
+    format = format_of(path, format, int8)
     if particle is not None and not 0 <= particle < len(result.particles):
         raise ConfigError(f"there is no particle {particle + 1}: the run has {len(result.particles)}")
     check_count(pad_to=pad_to)
@@ -187,6 +202,7 @@ def export(
             raise ConfigError("uint8 and pad_to are for networks of one input: leave them out")
     else:
         shape = input_shape(small[0], shape)
+    images = _images(result, particle, shape, data) if int8 else None
     if format == "huggingface":
         return _pretrained(result, particle, path, shape, plain_only=not uint8 and pad_to == 1)
     small = [one_argument(network, shape) for network in small]
@@ -199,9 +215,38 @@ def export(
         names = list(shape) if isinstance(shape, Mapping) else [INPUT]
         content = packed(trace(network, inputs(2, shape, uint8)), format, outputs, names)
         difference = _check(reference, content, shape, uint8, format)
-    files.write_named(path, content)
     runtime = "onnxruntime" if format == "onnx" else "torch.export"
-    return Exported(path, format, len(content), outputs, difference, runtime)
+    done = Exported(path, format, len(content), outputs, difference, runtime)
+    if images is not None:
+        content, done = _int8(content, done, images, result.config.task, raw=uint8)
+    files.write_named(path, content)
+    return done
+
+
+def _images(result: Result, particle: int | None, shape: Shape, data: Data | None) -> Images:
+    if particle is None or isinstance(shape, Mapping):  # 8 bits are too few for epistemic uncertainty
+        raise ConfigError("int8 is for one particle of a network of one input: leave out int8")
+    if data is None:
+        raise ConfigError("int8 is calibrated with training examples: give data, as for dllp.prune")
+    return quantise.images(data, shape, result.dense.macs, result.config.task)
+
+
+def _int8(content: bytes, done: Exported, images: Images, task: str, raw: bool) -> tuple[bytes, Exported]:
+    """An ONNX file in int8, and what it answers otherwise than in floats."""
+    with tempfile.TemporaryDirectory() as folder, _quiet():
+        path = Path(folder) / "float.onnx"
+        files.write_bytes(path, content)
+        try:
+            both = path, quantise.quantised(path, quantise.batches(images.calibration, raw))
+            floats, found = (quantise.answers(each, images.calibration) for each in both)
+        except Exception as error:  # each of their many kinds says that it cannot quantise the graph
+            raise ExportError(f"onnxruntime cannot quantise it ({first_line(error)}): leave out int8") from error
+        classes = task == "classification" and floats.ndim == 2
+        agreement = float((floats.argmax(1) == found.argmax(1)).mean()) if classes else None
+        test = images.test
+        accuracy = None if test is None else (quantise.accuracy(both[0], test), quantise.accuracy(both[1], test))
+        content, difference = both[1].read_bytes(), float(abs(floats - found).max())
+    return content, replace(done, bytes=len(content), difference=difference, agreement=agreement, accuracy=accuracy)
 
 
 def _pretrained(result: Result, particle: int | None, path: Path, shape: Shape, *, plain_only: bool) -> Exported:

@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from dllp.deploy.export import Named, Shape, inputs, require_onnx, write
-from dllp.deploy.runtimes import Subject, feed, limited
+from dllp.deploy.quantise import feed
+from dllp.deploy.runtimes import Subject, limited
 from dllp.errors import ArtifactError
 from dllp.structure.groups import discover
 

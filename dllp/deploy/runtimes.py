@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from dllp import files
-from dllp.data import ArrayData
-from dllp.deploy.export import INPUT, Shape, inputs, packed, trace
+from dllp.deploy.export import Shape, inputs, packed, trace
+from dllp.deploy.quantise import feed
 from dllp.devices import trees
 from dllp.runs.tensors import write_network
 
 TORCH, ONNX, INT8 = "PyTorch", "onnxruntime", "onnxruntime int8"
-BATCH = 32  # examples at once in calibration and accuracy
 SAMPLE, FEWEST, MOST = 0.005, 7, 400  # least seconds of a sample, and number of samples of each network
 Call = Callable[[], Any]
 Samples = list[tuple[float, float]]  # seconds and CPU seconds of one call, by sample
@@ -120,45 +118,6 @@ def written(subject: Subject, shape: Shape, folder: Path, index: int) -> dict[st
     files.write_bytes(paths[TORCH], packed(program, "pt2"))
     write_network(folder / f"{index}.safetensors", subject.network)
     return paths
-
-
-def feed(path: Path, x: Any) -> dict[str, np.ndarray]:
-    """Inputs of an ONNX file, a tensor or a tuple of them, by the names that it has for them."""
-    import onnx
-
-    names = [given.name for given in onnx.load(str(path)).graph.input]
-    return dict(zip(names, (value.numpy() for value in trees.tensors(x)), strict=True))
-
-
-def quantised(path: Path, batches: Iterable[Any]) -> Path:
-    """Static int8 in QDQ form: a scale for each channel of the weights, ranges of activations from `batches`."""
-    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
-    from onnxruntime.quantization.shape_inference import quant_pre_process
-
-    parts = (feed(path, batch) for batch in batches)
-
-    class Reader(CalibrationDataReader):
-        def get_next(self) -> Any:
-            return next(parts, None)
-
-    prepared, result = path.with_suffix(".prepared.onnx"), path.with_suffix(".int8.onnx")
-    quant_pre_process(str(path), str(prepared), skip_symbolic_shape=True)
-    kinds: dict[str, Any] = dict(activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8)
-    quantize_static(prepared, result, Reader(), quant_format=QuantFormat.QDQ, per_channel=True, **kinds)
-    return result
-
-
-def accuracy(path: Path, data: ArrayData) -> float:
-    """Fraction of the examples that an ONNX file classifies rightly, on the processor."""
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    right = 0
-    for start in range(0, len(data), BATCH):
-        part = slice(start, start + BATCH)
-        answers = np.asarray(session.run(None, {INPUT: data.inputs(part).numpy()})[0])
-        right += int((answers.argmax(1) == data.y[part].numpy()).sum())
-    return right / len(data)
 
 
 def onnx_samples(paths: Sequence[Path], x: Any, device: str, threads: int, seconds: float) -> list[Samples]:

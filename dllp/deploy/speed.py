@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dllp.api import Result
-from dllp.data import ArrayData, Dataset, stratified
-from dllp.deploy import runtimes
+from dllp.deploy import quantise, runtimes
 from dllp.deploy.export import Shape, inputs, one_argument, require_onnx
 from dllp.deploy.layers import LayerTime, holding_back, layers, torch_layers
 from dllp.deploy.memory import peak_bytes
+from dllp.deploy.quantise import Images, images
 from dllp.deploy.runtimes import INT8, ONNX, TORCH, Samples, Subject
 from dllp.devices import trees
 from dllp.errors import ConfigError, check_count
@@ -31,8 +31,6 @@ __all__ = [
     "multiples", "subjects", "torch_layers", "torch_rows", "truth",
 ]  # fmt: skip
 DENSE, PRUNED = "dense", "pruned"
-CALIBRATION = 256  # training examples that the ranges of int8 activations are taken from
-WORK = 4e12  # MACs that measuring accuracy may take: all of CIFAR-10's test set by VGG-16
 
 
 def subjects(result: Result, shape: Shape, *, particle: int = 0, round_to: int = 8) -> list[Subject]:
@@ -63,26 +61,6 @@ def multiples(reference: nn.Module, recipe: Any, structure: Structure, round_to:
     keep = kept_units(reference, structure, recipe)
     ways = {f"padded to {round_to}": padded, f"rounded to {round_to}": rounded}
     return [Subject(f"{PRUNED}, {name}", *way(reference, structure, keep, round_to)) for name, way in ways.items()]
-
-
-@dataclass(frozen=True)
-class Images:
-    """(N, ...) normalised training inputs to calibrate int8 with, and a classification's test data for accuracy."""
-
-    calibration: Tensor
-    test: ArrayData | None
-
-
-def images(data: Dataset, macs: float, task: str = "classification") -> Images:
-    """Examples of every class in proportion; of the test set as many as a network of `macs` sees within `WORK`."""
-
-    def chosen(part: Any, count: int) -> Any:
-        return part.subset(stratified(part.y, min(count, len(part)), 0))
-
-    train, test = chosen(data.train, CALIBRATION), chosen(data.test, max(1, int(WORK / macs)))
-    train = train if isinstance(train, ArrayData) else train.decoded()
-    labelled = task == "classification" and test.y.ndim == 1
-    return Images(replace(train, mean=test.mean, std=test.std).inputs(slice(None)), test if labelled else None)
 
 
 @dataclass(frozen=True)
@@ -231,17 +209,19 @@ def measure(
         progress("exporting")
         paths = {subject.name: runtimes.written(subject, shape, Path(folder), i) for i, subject in enumerate(found)}
         graphs = [(subject, ONNX, paths[subject.name][ONNX]) for subject in found]
-        seen = [inputs(8 + i, shape) for i in range(4)] if images is None else images.calibration.split(runtimes.BATCH)
+        seen = [inputs(8 + i, shape) for i in range(4)]
+        if images is not None:
+            seen = list(quantise.batches(images.calibration))
         for subject in found:
             if subject.name in (DENSE, PRUNED):
                 progress(f"int8, {subject.name}")
-                graphs.append((subject, INT8, runtimes.quantised(paths[subject.name][ONNX], seen)))
+                graphs.append((subject, INT8, quantise.quantised(paths[subject.name][ONNX], seen)))
         accuracy = {}
         if images is not None and images.test is not None:
             for subject, runtime, path in graphs:
                 if subject.trained:
                     progress(f"accuracy, {subject.name}, {runtime}")
-                    accuracy[path] = runtimes.accuracy(path, images.test)
+                    accuracy[path] = quantise.accuracy(path, images.test)
         peaks: dict[str, int | None] = {}
         graph_peaks: dict[Path, int | None] = {}
         if not isinstance(shape, Mapping):  # it is measured for one tensor of zeros

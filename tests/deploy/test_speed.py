@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import onnx
 import pytest
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from dllp.cli import commands, progress
 from dllp.cli.main import main
 from dllp.cli.open_run import Info, StoredRun
 from dllp.data import ArrayData, load
-from dllp.deploy import memory, runtimes, speed
+from dllp.deploy import memory, quantise, runtimes, speed
 from dllp.deploy.export import INPUT, inputs, write
 from dllp.deploy.layers import CONVOLUTIONS, _calls, _kernel_places, _kernel_times, _plain_name, _profile
 from dllp.errors import ArtifactError, ConfigError, DataError
@@ -25,7 +24,6 @@ from dllp.runs.result import read_run
 from dllp.runs.settings import Task
 from dllp.structure.groups import discover
 from dllp.zoo import build
-from tests.support import pictures
 from tests.support.commands import one_line
 
 SHAPE = (1, 8, 8)
@@ -54,7 +52,7 @@ def test_command_measures_every_setting(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calibrated, tested = list[torch.Tensor](), list[torch.Tensor]()
-    quantised, accuracy = runtimes.quantised, runtimes.accuracy
+    quantised, accuracy = quantise.quantised, quantise.accuracy
 
     def watched_quantised(path: Path, batches: Sequence[torch.Tensor]) -> Path:
         calibrated.extend(batches)
@@ -64,8 +62,8 @@ def test_command_measures_every_setting(
         tested.append(data.inputs(slice(None)))
         return accuracy(path, data)
 
-    monkeypatch.setattr(runtimes, "quantised", watched_quantised)
-    monkeypatch.setattr(runtimes, "accuracy", watched_accuracy)
+    monkeypatch.setattr(quantise, "quantised", watched_quantised)
+    monkeypatch.setattr(quantise, "accuracy", watched_accuracy)
     path = tmp_path / "speed.json"
     words = ["--batch", "1", "2", "--seconds", "0", "--json", str(path)]
     assert main(["speed", str(run), *words]) == 0
@@ -93,7 +91,7 @@ def test_command_measures_every_setting(
     train, test = (rows_of(part.inputs(slice(None))) for part in (data.train, data.test))
     assert len(train & test) == 0 and rows_of(torch.cat(tested)) == test
     seen = rows_of(torch.cat(calibrated))
-    assert seen <= train and len(seen) == speed.CALIBRATION
+    assert seen <= train and len(seen) == quantise.CALIBRATION
     assert "calibrated with 256 training examples; accuracy on 360 of 360 test examples" in shown
     peaks = {(r["network"], r["runtime"]): r["memory"] for r in rows if r["device"] == "cpu"}
     assert len(peaks) == 10 and all(peak is not None and peak > 0 for peak in peaks.values() if memory_is_read())
@@ -114,41 +112,6 @@ def test_share_of_the_flops_that_became_time() -> None:
     assert rows[0].share is None and rows[2].share is None and rows[5].share is None and rows[6].share is None
     same = speed.compared([row("dense", 4.0, 100.0), row("pruned", 2.0, 100.0)])
     assert same[1].speedup == 2.0 and same[1].share is None
-
-
-def test_int8_answers_as_floats_do(tmp_path: Path) -> None:
-    """Quantised in QDQ form with a scale for each output channel; a few test images are answered otherwise at most."""
-    data = load("digits")
-    model = build("small_cnn", num_classes=10, in_channels=1)
-    trained = dllp.train_dense(model, data.train, epochs=4, batch_size=64, init="fresh", progress=False).model
-    path, example = tmp_path / "a.onnx", inputs(2, SHAPE)
-    write(trained, path, example, "onnx")
-    found = speed.images(data, macs=1.0)
-    assert found.test is not None and len(found.test) == len(data.test)
-    small = runtimes.quantised(path, found.calibration.split(32))
-    floats, int8 = runtimes.accuracy(path, found.test), runtimes.accuracy(small, found.test)
-    with torch.no_grad():
-        answers = trained(found.test.inputs(slice(None))).argmax(1)
-    assert floats == pytest.approx((answers == found.test.y).float().mean().item(), abs=0.003) and floats > 0.9
-    assert int8 == pytest.approx(floats, abs=0.03)
-    graph = onnx.load(small).graph
-    kinds = [node.op_type for node in graph.node]
-    assert "QuantizeLinear" in kinds and "DequantizeLinear" in kinds and "Conv" in kinds
-    stored = {tensor.name: tensor for tensor in graph.initializer}
-    scales = {tuple(stored[node.input[0]].dims): tuple(stored[node.input[1]].dims) for node in graph.node
-              if node.op_type == "DequantizeLinear" and stored.get(node.input[0], onnx.TensorProto()).data_type
-              == onnx.TensorProto.INT8}  # fmt: skip
-    widths = {tuple(m.weight.shape): (len(m.weight),) for m in trained.modules() if isinstance(m, nn.Conv2d)}
-    assert widths.items() <= scales.items()
-
-
-def test_images_of_a_large_network_and_from_disk(tmp_path: Path) -> None:
-    """A costly network's accuracy is measured on fewer test images; streamed images are decoded for calibration."""
-    found = speed.images(load("digits"), macs=speed.WORK / 50)
-    assert found.test is not None and len(found.test) == 50 and found.test.y.bincount().min() >= 4
-    data = pictures.load(pictures.folder(tmp_path / "data"))
-    found = speed.images(data, macs=1.0)
-    assert found.calibration.shape == (24, 3, 16, 16) and found.calibration.dtype == torch.float32
 
 
 def test_data_that_cannot_be_opened_is_one_line(run: Path) -> None:
