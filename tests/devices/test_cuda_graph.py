@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import pytest
@@ -69,13 +69,16 @@ def test_every_engine_runs_eagerly_on_a_cpu(engine: str) -> None:
 
 
 @pytest.fixture
-def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """float32 products in float32, and kernels that add in a fixed order."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    products = torch.backends.cuda.matmul  # whose attributes monkeypatch would delete, not restore
+    before, products.allow_tf32 = products.allow_tf32, False
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    yield
+    products.allow_tf32 = before
 
 
 STEPS = 24
@@ -324,7 +327,7 @@ def test_runs_with_dropout_and_a_shorter_last_batch_are_those_of_the_eager_engin
     layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), layer(), nn.Conv2d(8, 6, 3), nn.ReLU(), nn.Dropout(0.4)]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3))
     loader = DataLoader(TensorDataset(torch.randn(44, 3, 8, 8), torch.arange(44) % 3), batch_size=16)
-    settings = dict(device="cuda", epochs=20, keep_flops=0.6, warmup=0, deterministic=True, granularity=granularity)
+    settings = dict(device="cuda", epochs=20, keep_flops=0.65, warmup=0, deterministic=True, granularity=granularity)
     expected, found = (
         dllp.prune(model, loader, Config(engine=name, **settings))
         for name in ("eager", "graph")  # type: ignore[arg-type]
