@@ -24,6 +24,7 @@ from dllp import files
 from dllp.api import Result
 from dllp.deploy import hugging_face, quantise
 from dllp.deploy.quantise import Images
+from dllp.deploy.zeros import without_zeros
 from dllp.devices.device import undisturbed
 from dllp.errors import ConfigError, ExportError, check_count, first_line
 from dllp.method.likelihood import split_noise
@@ -336,7 +337,7 @@ def trace(network: nn.Module, example: Tensor | tuple[Tensor, ...]) -> torch.exp
             network = Logits(network)
         if any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(network.forward).parameters.values()):
             network = Logits(network, lambda outputs: outputs)  # *args, as cut modules take them, hide the one input
-        return torch.export.export(network, (example,), dynamic_shapes=_any_batch(example))
+        return without_zeros(torch.export.export(network, (example,), dynamic_shapes=_any_batch(example)))
 
 
 def packed(

@@ -1,0 +1,55 @@
+"""Drop from a traced graph what removed branches leave behind: zeros that are added, and ReLUs of ReLUs.
+
+A removed branch ends in `nn.Threshold(inf, 0)` (docs/how-to/own-model.md). Runtimes cannot know that it gives zeros:
+they compare, select and add over whole maps, and of ResNet-56 without twelve of its blocks that took a sixth of the time.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+
+ATEN = torch.ops.aten
+ADD, RELU, THRESHOLD = ATEN.add.Tensor, ATEN.relu.default, ATEN.threshold.default
+
+
+def without_zeros(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The same function; a graph without removed branches as it is."""
+    if not any(node.target in (THRESHOLD, ATEN.threshold_.default) for node in program.graph.nodes):
+        return program
+    program = program.run_decompositions({})  # nothing in place from here on
+    graph = program.graph
+    ends = set(graph.output_node().all_input_nodes)  # the program's signature names them
+    for node in list(graph.nodes):
+        same = _same(node)
+        if same is not None and node not in ends:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    program.graph_module.recompile()
+    return program
+
+
+def _same(node: fx.Node) -> fx.Node | None:
+    """The input that a node returns as it is, if it does so."""
+    if node.target is RELU:
+        (x,) = node.args
+        return x if isinstance(x, fx.Node) and x.target is RELU else None
+    if node.target is not ADD or node.kwargs:  # a factor
+        return None
+    first, second = node.args
+    for zeros, rest in ((first, second), (second, first)):
+        if _gives_zeros(zeros) and isinstance(rest, fx.Node) and _form(rest) == _form(node):
+            return rest
+    return None
+
+
+def _gives_zeros(node: object) -> bool:
+    return isinstance(node, fx.Node) and node.target is THRESHOLD and node.args[1:] == (math.inf, 0.0)
+
+
+def _form(node: fx.Node) -> tuple[torch.Size, torch.dtype]:
+    """Shape and type: an addition may broadcast or convert its operands."""
+    return node.meta["val"].shape, node.meta["val"].dtype
