@@ -135,6 +135,8 @@ def _session(path: Path, x: Any, device: str, threads: int) -> Call:
 
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = threads
+    # its threads would go on spinning after a call, and take the processors from the next session's
+    settings.add_session_config_entry("session.force_spinning_stop", "1")
     kind = "CUDAExecutionProvider" if device == "cuda" else "CPUExecutionProvider"
     session = onnxruntime.InferenceSession(str(path), settings, providers=[kind])
     values = feed(path, x)
