@@ -7,13 +7,15 @@
 `train` trains the network of a table dense once a seed, prunes it for each row with one particle and itself as teacher,
 and writes FOLDER/lines.jsonl and a file of weights for each network: where the GPU is. Accuracy is that on images held
 out of the training set, on the test set with `--validation 0`. `time` runs on the target: dense and pruned network of
-every line in turns, in floats and in int8 (calibrated with training images), accuracy and seconds, one line a row.
+every line in turns, in floats and in int8 (calibrated with training images), accuracy and seconds. It appends a line
+for each row; a row that has its line is not timed again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from allocation import command
 from torch import nn
 
 import dllp
@@ -58,7 +59,7 @@ def train(given: argparse.Namespace) -> None:
             "model": given.model,
             "seed": seed,
             "validation": given.validation,
-            "command": f"accuracy_and_time.py {command()}",
+            "command": command(),
         }
         shared |= {**source(), **devices.environment(device)}
         known = {"row": DENSE, "macs": 1.0, "accuracy": line["particles"][0]["accuracy"]}
@@ -83,15 +84,15 @@ def train(given: argparse.Namespace) -> None:
 
 def keep(folder: Path, line: Mapping[str, Any], network: nn.Module) -> None:
     """A line, and the weights that it speaks of."""
-    state = {name: value.detach().cpu() for name, value in network.state_dict().items()}
-    torch.save(state, folder / weights(line))
+    state = {key: value.detach().cpu() for key, value in network.state_dict().items()}
+    torch.save(state, folder / name(line))
     with (folder / "lines.jsonl").open("a") as file:
         file.write(json.dumps({**line, "date": now()}) + "\n")
     print(f"{line['row']} seed {line['seed']}: accuracy {100 * line['accuracy']:.2f}, {line['macs']:.3f} of the MACs")
 
 
-def weights(line: Mapping[str, Any]) -> str:
-    """Name of the file of a line's weights."""
+def name(line: Mapping[str, Any]) -> str:
+    """Of a network, and of the file of its weights."""
     return f"{line['model']}-{line['row']}-{line['seed']}.pt"
 
 
@@ -100,7 +101,7 @@ def network(folder: Path, line: Mapping[str, Any]) -> nn.Module:
     model = build(line["model"], CLASSES, SHAPE[0], image_size=SHAPE[1])
     if line["recipe"] is not None:
         model = cut(model, line["recipe"])
-    model.load_state_dict(torch.load(folder / weights(line), weights_only=True))
+    model.load_state_dict(torch.load(folder / name(line), weights_only=True))
     return model.eval()
 
 
@@ -109,8 +110,9 @@ def measure(given: argparse.Namespace) -> None:
     lines = [json.loads(line) for line in (given.folder / "lines.jsonl").read_text().splitlines()]
     data = load("cifar10", root=given.data_root)
     dense = {line["seed"]: line for line in lines if line["row"] == DENSE}
+    timed = {name(json.loads(line)) for line in given.out.read_text().splitlines()} if given.out.exists() else set()
     for line in lines:
-        if line["row"] == DENSE:
+        if line["row"] == DENSE or name(line) in timed:
             continue
         before, whole = dense[line["seed"]]["accuracy"], network(given.folder, dense[line["seed"]])
         macs = discover(whole, torch.randn(2, *SHAPE), channels=False).flops.dense
@@ -120,23 +122,22 @@ def measure(given: argparse.Namespace) -> None:
         pruned = speed.Subject(speed.PRUNED, network(given.folder, line), macs * line["macs"], trained=True)
         options: dict[str, Any] = dict(batches=given.batch, threads=given.threads, seconds=given.seconds)
         rows = speed.as_dict(speed.measure([first, pruned], SHAPE, images=images, **options))
-        known = {name: line[name] for name in ("model", "row", "seed", "settings", "macs", "accuracy", "validation")}
-        found = {**known, "dense_accuracy": before, "trained": {n: line[n] for n in ("commit", "dirty", "command")}}
-        found |= {
-            "rows": rows,
-            "date": now(),
-            **source(),
-            "command": f"accuracy_and_time.py {command()}",
-            **environment(),
-        }
+        known = {key: line[key] for key in ("model", "row", "seed", "settings", "macs", "accuracy", "validation")}
+        known |= {"dense_accuracy": before, "trained": {key: line[key] for key in ("commit", "dirty", "command")}}
+        known |= {"rows": rows, "date": now(), **source(), "command": command(), **environment()}
         with given.out.open("a") as file:
-            file.write(json.dumps(found) + "\n")
+            file.write(json.dumps(known) + "\n")
         print(f"{line['row']} seed {line['seed']}: {100 * before:.2f} -> {100 * line['accuracy']:.2f}")
         for each in rows:
             if each["network"] == speed.PRUNED:
                 accuracy = "" if each["accuracy"] is None else f", accuracy {100 * each['accuracy']:.2f}"
                 where = f"{each['runtime']}, {each['threads']} threads, batch {each['batch']}"
                 print(f"    {where}: {each['speedup']:.2f} times as fast as dense{accuracy}", flush=True)
+
+
+def command() -> str:
+    """As typed, folders and files by their names."""
+    return " ".join(["accuracy_and_time.py", *(Path(w).name if w.startswith("/") else w for w in sys.argv[1:])])
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """onnxruntime and PyTorch, dense against pruned, for the widths of real DLLP runs: `python benchmarks/latency.py`.
 
 Time does not depend on the values of the weights, so the networks are freshly initialised and cut to the kept
-channels of runs in results/table1 and table2. Writes results/speed/: rows.jsonl, layers.jsonl and README.md.
+channels of runs in results/table1 and table2. Appends to results/speed/rows.jsonl and layers.jsonl, each run after a
+line with its environment, and writes table.md.
 """
 
 from __future__ import annotations
@@ -170,9 +171,10 @@ def main() -> None:
         "busy_after": busy(),
     }
     given.out.mkdir(parents=True, exist_ok=True)
-    for file, lines in (("rows", [{"environment": info}, *rows]), ("layers", layers)):
-        (given.out / f"{file}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (given.out / "README.md").write_text(markdown(rows, layers, info))
+    for name, lines in (("rows", rows), ("layers", layers)):
+        with (given.out / f"{name}.jsonl").open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in [{"environment": info}, *lines])
+    (given.out / "table.md").write_text(markdown(rows, layers, info))
 
 
 if __name__ == "__main__":
