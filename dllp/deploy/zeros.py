@@ -1,7 +1,7 @@
 """Drop from a traced graph what removed branches leave behind: zeros that are added, and ReLUs of ReLUs.
 
 A removed branch ends in `nn.Threshold(inf, 0)` (docs/how-to/own-model.md). Runtimes cannot know that it gives zeros:
-they compare, select and add over whole maps, and of ResNet-56 without twelve of its blocks that took a sixth of the time.
+they compare, select and add over whole maps. Of ResNet-56 without twelve blocks that took a sixth of the time.
 """
 
 from __future__ import annotations
