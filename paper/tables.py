@@ -365,6 +365,14 @@ def _given(name: str, job: Job, seeds: tuple[int, ...] = THREE, epochs: int = 30
     return Row(name, job, seeds, tuple(wanted.items()))
 
 
+def _with_branches(row: Row) -> Row:
+    """The same, but that whole residual branches may go, too."""
+    job = _changed(row.job, units="both")
+    return replace(
+        row, name=row.name.replace("channel", "both"), job=job, seeds=THREE, title="DLLP channels and branches"
+    )
+
+
 def _taught(name: str, network: str, removed: str, row: str, finetune: int = 30, **settings: Any) -> Row:
     """Another method whose whole network teaches its fine-tuning."""
     job = Job(network, "baseline", keep=kept(removed), baseline=tuned(name, network), finetune=finetune, **settings)
@@ -430,6 +438,10 @@ def _table1() -> Table:
         ("SFP", 93.59, 51, 0.24), ("CCP", 93.50, 47, 0.04), ("FPGM", 93.59, 53, 0.1), ("DeepHoyer", 93.80, 48, 0.26),
         ("DLLP", 92.80, 55, 0.04),
     ]  # fmt: skip
+    given = [
+        _given("given-channel-55", channel.job, FIVE, drop=0.0, gain=0.6),
+        _given("given-channel-70", replace(channel.job, keep=kept("70")), drop=0.5),
+    ]
     rows = [
         dense,
         channel,
@@ -448,8 +460,8 @@ def _table1() -> Table:
         *_baselines("resnet56", "55"),
         *(_baseline(METHODS[name], "resnet56", "90") for name in ("magnitude-l2", "magnitude-l1")),
         Row("dense-90", Job("resnet56", "dense", epochs=90), title="dense, 90 epochs"),
-        _given("given-channel-55", channel.job, FIVE, drop=0.0, gain=0.6),
-        _given("given-channel-70", replace(channel.job, keep=kept("70")), drop=0.5),
+        *given,
+        *map(_with_branches, given),
         _given("given-channel-60-long", replace(channel.job, keep=kept("60")), epochs=120, acc=94.0),
         _given("given-weight-55", weight.job, drop=0.0),
         _given("given-weight-90", replace(weight.job, keep=kept("90")), drop=0.5),
@@ -501,10 +513,12 @@ def _table3() -> Table:
         ("NS", 76.15, 53, 1.27), ("SSS", 76.12, 43, 4.30), ("DCP", 76.01, 56, 1.06), ("CCP", 76.15, 54, 0.94),
         ("SFP", 76.15, 62.14, 14.01), ("DLLP", 76.15, 65.95, 6.13),
     ]  # fmt: skip
+    given = _given("given-channel-65.95", Job("resnet50", "dllp", keep=kept("65.95")), drop=0.0, gain=1.5)
     rows = [
         Row("dense", Job("resnet50", "dense")),
         Row("dllp-channel-65.95", Job("resnet50", "dllp", keep=kept("65.95")), wanted=(("drop", 1.5), ("gain", 0.0))),
-        _given("given-channel-65.95", Job("resnet50", "dllp", keep=kept("65.95")), drop=0.0, gain=1.5),
+        given,
+        _with_branches(given),
         *(_baseline(METHODS[name], "resnet50", "65.95", (0,)) for name in ("l1-filters", "slimming", "dcp", "ccp")),
     ]
     note = (
