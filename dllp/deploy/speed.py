@@ -120,21 +120,31 @@ def advice(rows: Sequence[Row]) -> str:
     row = headline(rows)
     if row is None:
         return ""
-    gains, multiple = {"padded": 0.0, "rounded": 0.0}, ""
-    for other in rows:
-        if describe(other) == describe(row) and other.network.startswith(f"{PRUNED}, "):
-            way, _, multiple = other.network.removeprefix(f"{PRUNED}, ").partition(" to ")
-            gains[way] = row.median / other.median
-    found = []
+    found, (gains, multiple) = [], _gains(rows, row)
     if gains["padded"] >= NOTICED:
         found.append(f"exported with --pad-to {multiple} it gives the same answers {gains['padded']:.2f}x as fast")
     if gains["rounded"] >= max(NOTICED, NOTICED * gains["padded"]):
         found.append(f"a run with --round-to {multiple} gives a network {gains['rounded']:.2f}x as fast")
+    small = next((r for r in rows if r.network == PRUNED and describe(r) == describe(replace(row, runtime=INT8))), None)
+    if small is not None:
+        gains, multiple = _gains(rows, small)
+        if gains["padded"] >= NOTICED:
+            found.append(f"int8 is {gains['padded']:.2f}x as fast with --pad-to {multiple} --int8")
     if found:
         return f"odd numbers of channels hold it back: {'; '.join(found)}"
     if row.share is not None and row.share < 0.5:
         return "numbers of channels are not what holds it back, but what is no convolution, and the calls of layers"
     return ""
+
+
+def _gains(rows: Sequence[Row], row: Row) -> tuple[dict[str, float], str]:
+    """How much faster the two ways to multiples are than a row of the pruned network, and the multiple."""
+    gains, multiple = {"padded": 0.0, "rounded": 0.0}, ""
+    for other in rows:
+        if describe(other) == describe(row) and other.network.startswith(f"{PRUNED}, "):
+            way, _, multiple = other.network.removeprefix(f"{PRUNED}, ").partition(" to ")
+            gains[way] = row.median / other.median
+    return gains, multiple
 
 
 def truth(rows: Sequence[Row], layers: Sequence[LayerTime]) -> str:
@@ -190,7 +200,8 @@ def measure(
 ) -> list[Row]:  # fmt: skip
     """Time every network in every setting; the networks of one setting take turns, so that all see the same machine.
 
-    CUDA is a setting where there is one, and onnxruntime's static quantisation of dense and pruned network a runtime.
+    CUDA is a setting where there is one, and onnxruntime's static quantisation of dense, pruned and padded network a
+    runtime.
 
     Args:
         found: The networks, the dense one first.
@@ -213,7 +224,7 @@ def measure(
         if images is not None:
             seen = list(quantise.batches(images.calibration))
         for subject in found:
-            if subject.name in (DENSE, PRUNED):
+            if subject.name in (DENSE, PRUNED) or subject.name.startswith(f"{PRUNED}, padded"):
                 progress(f"int8, {subject.name}")
                 graphs.append((subject, INT8, quantise.quantised(paths[subject.name][ONNX], seen)))
         accuracy = {}

@@ -80,6 +80,8 @@ def test_command_measures_every_setting(
             assert [r["network"] for r in cpu] == networks
             assert all(r["speedup"] is not None and r["share"] is not None for r in cpu[1:])
             assert cpu[0]["speedup"] is None and cpu[1]["bytes"] < cpu[0]["bytes"]
+    eight = {r["network"] for r in rows if r["runtime"] == speed.INT8}
+    assert eight == {"dense", "pruned", "pruned, padded to 8"}
     measured = {(r["network"], r["runtime"]): r["accuracy"] for r in rows if r["accuracy"] is not None}
     both = (speed.DENSE, speed.PRUNED)
     assert measured.keys() == {(name, runtime) for name in both for runtime in (speed.ONNX, speed.INT8)}
@@ -94,7 +96,7 @@ def test_command_measures_every_setting(
     assert seen <= train and len(seen) == quantise.CALIBRATION
     assert "calibrated with 256 training examples; accuracy on 360 of 360 test examples" in shown
     peaks = {(r["network"], r["runtime"]): r["memory"] for r in rows if r["device"] == "cpu"}
-    assert len(peaks) == 10 and all(peak is not None and peak > 0 for peak in peaks.values() if memory_is_read())
+    assert len(peaks) == 11 and all(peak is not None and peak > 0 for peak in peaks.values() if memory_is_read())
     assert all(0 < r["low"] <= r["median"] <= r["high"] and r["samples"] >= runtimes.FEWEST for r in rows)
     assert all(r["throughput"] == pytest.approx(r["batch"] / r["median"]) for r in rows)
     assert report["environment"]["onnxruntime"] and [layer["layer"] for layer in report["layers"]]
@@ -320,6 +322,21 @@ def test_one_line_says_what_was_measured_what_was_promised_and_what_to_try() -> 
     assert "--keep-latency 0.4" in line
     fast = speed.compared([row("dense", 2.0, 100.0, speed.ONNX), row("pruned", 0.8, 40.0, speed.ONNX)])
     assert "try" not in speed.truth(fast, [slow]) and speed.truth(rows[:1], []) == ""
+
+
+def test_advice_names_what_was_measured_to_be_faster() -> None:
+    rows = [row("dense", 4.0, 100.0), row("pruned", 2.0, 50.0), row("dense", 2.0, 100.0, speed.INT8)]
+    padded = [row("pruned, padded to 8", 1.0, 60.0), row("pruned, rounded to 8", 0.5, 50.0)]
+    eight = [row("pruned", 1.2, 50.0, speed.INT8), row("pruned, padded to 8", 0.8, 60.0, speed.INT8)]
+    line = speed.advice(speed.compared([*rows, *padded, *eight]))
+    assert line.startswith("odd numbers of channels hold it back: ")
+    assert line.count(";") == 2 and "--pad-to 8 it gives the same answers 2.00x" in line
+    assert "--round-to 8 gives a network 4.00x" in line and line.endswith(
+        "int8 is 1.50x as fast with --pad-to 8 --int8"
+    )
+    assert "round" not in speed.advice(speed.compared([*rows, padded[0]]))
+    even = [row("pruned", 1.2, 50.0, speed.INT8), row("pruned, padded to 8", 1.2, 60.0, speed.INT8)]
+    assert "int8" not in speed.advice(speed.compared([*rows, *padded, *even]))
 
 
 class Pair(nn.Module):
