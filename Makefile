@@ -14,7 +14,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-slow test-zoo test-hosts crash fuzz audit lint format types layers docs bench-step wheel clean
+.PHONY: help setup demo test test-slow test-cuda test-zoo test-hosts crash fuzz audit lint format types layers docs bench-step wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ test: lint types layers ## Lint, types, layers, and all tests but the slow ones,
 
 test-slow: $(STAMP) ## The tests that take minutes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow
+
+test-cuda: $(STAMP) ## The tests that need a GPU; all others see none
+	DLLP_TEST_CUDA=1 $(BIN)/python -m pytest -m cuda
 
 # in a folder of their own: transformers imports a torchvision that it finds, and one for CUDA fails beside a CPU torch
 test-zoo: $(STAMP) ## 61 networks of timm, transformers and torchvision, which it installs; writes results/structure

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 
 # Before torch loads, and inherited by processes that tests start: `make test` runs several workers on few cores.
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+# `device = "auto"` is the CPU, where bits are fixed, on every machine; `make test-cuda` says otherwise.
+if "DLLP_TEST_CUDA" not in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
 import torch
@@ -25,6 +28,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Deadlines would be assertions about time; derandomised examples make a failure repeat.
 settings.register_profile("dllp", deadline=None, derandomize=True)
 settings.load_profile("dllp")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    for item in items:
+        if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: make test-cuda"))
 
 
 @pytest.fixture(autouse=True)

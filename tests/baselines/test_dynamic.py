@@ -372,7 +372,7 @@ def test_a_step_reads_nothing_back_and_stays_on_its_device(name: str, monkeypatc
     assert {g.device.type for g in torch.autograd.grad(value, learning)} == {"meta"}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.cuda
 def test_a_replayed_step_sees_what_changed_between_steps() -> None:
     device = torch.device("cuda")
     salient = Saliency(slice(0, 6), 3, torch.ones(6), torch.Generator().manual_seed(0)).to(device)

@@ -116,7 +116,7 @@ def test_the_command_takes_a_teacher(tmp_path: Path) -> None:
     assert '"teacher": "given"' in (out / "run.json").read_text()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.cuda
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_runs_on_cuda(name: str) -> None:
     config = replace(SHORT, device="cuda")

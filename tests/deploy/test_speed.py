@@ -301,7 +301,7 @@ def test_mistakes_are_one_line(run: Path, capsys: pytest.CaptureFixture[str], wo
     one_line(capsys, reason)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 def test_on_cuda_networks_stay_as_they_were_and_memory_is_their_own() -> None:
     """Weights can still be trained and exported, and no library's working memory is counted."""
     network = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 10)).eval()

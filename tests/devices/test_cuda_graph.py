@@ -22,7 +22,7 @@ from dllp.training import trainer
 from dllp.training.particles import Particles
 from dllp.training.state import RunState
 
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+cuda = pytest.mark.cuda
 
 
 class Counter:

@@ -33,7 +33,7 @@ TWO = ("plain-data", "plain-particles", "norms-data", "weight-data", "weight-par
        "again-data", "streamed-data")  # fmt: skip
 FOUR = ("plain-data", "norms-both", "weight-both", "mean-both", "uneven-both", "four-particles", "four-both",
         "streamed-data", "streamed-both")  # fmt: skip
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+cuda = pytest.mark.cuda
 
 
 @cache

@@ -38,7 +38,6 @@ def test_fresh_needs_weights_of_their_own(norm: Any) -> None:
         dllp.prune(model, images(), config(init="fresh"))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("name", ["cuda", "cuda:3"])
 def test_a_device_that_is_not_there(name: str) -> None:
     with pytest.raises(ConfigError, match=f"device = '{name}' is not there"):

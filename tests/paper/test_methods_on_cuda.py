@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from dllp.baselines import DYNAMIC, find_any
 from paper.jobs import Job, Runner
@@ -15,7 +14,7 @@ NAMES = (
 )  # fmt: skip
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.cuda
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("network", ["small_cnn", "resnet20"])
 @pytest.mark.parametrize("name", NAMES)

@@ -17,7 +17,7 @@ from paper.jobs import Job, Runner
 from paper.peers import PEERS, Task, TorchPruning
 from tests.support.short_runs import DIGITS
 
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+cuda = pytest.mark.cuda
 
 
 def job(name: str, network: str = "small_cnn", keep: float = 0.4) -> Job:

@@ -119,7 +119,7 @@ def test_a_finished_training_is_read_and_not_run_again(tmp_path: Path) -> None:
     assert_equal(again, whole)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("granularity", ["channel", "weight"])
 @pytest.mark.parametrize("step", [2, 9, 20])
