@@ -260,13 +260,15 @@ def test_the_old_short_preset_is_spelled_out() -> None:
 
 
 def test_what_is_given_starts_from_the_tables_own_dense_network() -> None:
-    for name, given in (("table1", 6), ("table2", 2), ("table3", 1)):
+    for name, given in (("table1", 8), ("table2", 2), ("table3", 2)):
         rows = tables.TABLES[name].rows
         dense = {row.job.digest for row in rows if row.job.method == "dense"}
         found = [row for row in rows if row.job.pretrain]
         assert len(found) == given and {row.job.dense.digest for row in found} <= dense
         assert all(row.job.config.teacher == "given" and row.wanted for row in found)
         assert {row.job.config.epochs for row in found} <= {30, 120}
+        branches = {row.name: row.job.config.usual_units for row in found}
+        assert all((units == "both") == ("-both-" in name) for name, units in branches.items())
 
 
 def test_taught_methods_start_from_networks_that_nobody_taught() -> None:

@@ -61,19 +61,21 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Table:
 def test_every_row_stands_with_its_seeds_and_targets() -> None:
     table = tables.TABLES["table3"]
     jobs = {row.name: row.job for row in table.rows}
-    own = ["dllp-channel-65.95", "given-channel-65.95"]
+    own = ["dllp-channel-65.95", "given-channel-65.95", "given-both-65.95"]
     others = [f"tuned-{name}-65.95" for name in ("l1-filters", "slimming", "dcp", "ccp")]
     assert list(jobs) == ["dense", *own, *others]
-    assert [job.keep for job in jobs.values()] == [1.0] + [0.3405] * 6
-    assert [row.seeds for row in table.rows] == [(0, 1, 2)] * 3 + [(0,)] * 4
-    assert [job.finetune for job in jobs.values()] == [0, 0, 0, 30, 30, 30, 30]
-    assert [job.epochs for job in jobs.values()] == [60, 60, 90, 60, 60, 60, 60]
+    assert [job.keep for job in jobs.values()] == [1.0] + [0.3405] * 7
+    assert [row.seeds for row in table.rows] == [(0, 1, 2)] * 4 + [(0,)] * 4
+    assert [job.finetune for job in jobs.values()] == [0, 0, 0, 0, 30, 30, 30, 30]
+    assert [job.epochs for job in jobs.values()] == [60, 60, 90, 90, 60, 60, 60, 60]
     for job in jobs.values():
         assert (job.network, job.config.batch_size, job.augment) == ("resnet50", 512, "resized-crop")
     assert jobs["dllp-channel-65.95"].config.particles == 2
     assert not any(row.predictions != "none" for row in table.rows)
     wanted = {row.name: row.wanted for row in table.rows if row.wanted}
-    assert wanted == dict(zip(own, [(("drop", 1.5), ("gain", 0.0)), (("drop", 0.0), ("gain", 1.5))], strict=True))
+    assert wanted == dict(
+        zip(own, [(("drop", 1.5), ("gain", 0.0)), *[(("drop", 0.0), ("gain", 1.5))] * 2], strict=True)
+    )
     assert {row.method: (row.dense_acc, row.flops_removed, row.drop) for row in table.quoted} == {
         "NS": (76.15, 53, 1.27), "SSS": (76.12, 43, 4.30), "DCP": (76.01, 56, 1.06), "CCP": (76.15, 54, 0.94),
         "SFP": (76.15, 62.14, 14.01), "DLLP": (76.15, 65.95, 6.13),
@@ -109,7 +111,7 @@ def test_the_whole_table_on_pictures_in_memory(
     assert text.count(", 1 epochs of fine-tuning (before it ") == 3, "as many as the runs had, not the table's 30"
     assert json.loads((store.folder / "summary.json").read_text())["data"].startswith("animals: 20 ")
     assert main([*words[:2], *words[4:], "--list"]) == 0, "what is finished can be listed without the data"
-    assert "7 of 7 jobs are finished" in capsys.readouterr().out
+    assert "8 of 8 jobs are finished" in capsys.readouterr().out
 
 
 def test_streamed_pictures_and_a_validation_split(
@@ -232,4 +234,5 @@ def test_the_real_network(tmp_path: Path) -> None:
     store = open_store(tmp_path, table, variant)
     finish(table.plan((), [0], variant), Book(store), Runner(data, device="cpu").run)
     found = {line["row"]: min(line["flops_removed"]) for line in store.lines()}
-    assert len(found) == 4 and all(removed >= 0.6595 for name, removed in found.items() if name != "dense")
+    assert len(found) == sum(not row.job.pretrain for row in table.rows)  # one epoch is too few for both parts
+    assert all(removed >= 0.6595 for name, removed in found.items() if name != "dense")
