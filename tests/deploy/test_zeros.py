@@ -14,6 +14,7 @@ from dllp.deploy.export import packed, trace
 from dllp.structure.branches import GONE, IDENTITY
 from dllp.structure.groups import discover
 from dllp.structure.slicing import cut, recipe
+from tests.structure.test_branches import CASES, Case
 from tests.support import networks
 
 
@@ -55,6 +56,7 @@ def test_a_removed_branch_leaves_nothing(join: Callable[[Tensor, Tensor], Tensor
 @pytest.mark.parametrize(
     ("join", "least"), [
         (lambda x, zeros: (x + zeros).relu(), 0.5),  # passes what is above
+        (lambda x, zeros: x + zeros.exp(), math.inf),
         (lambda x, zeros: x * zeros, math.inf),
         (lambda x, zeros: x.mean((2, 3), keepdim=True) + zeros, math.inf),  # gives the smaller one the larger shape
         (lambda x, zeros: torch.add(zeros, x, alpha=2.0), math.inf),
@@ -65,6 +67,19 @@ def test_what_is_no_addition_of_zeros_stays(join: Callable[[Tensor, Tensor], Ten
     program = trace(block, x)
     assert "threshold" in operations(program)
     assert torch.equal(answers(program, x), block(x))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_no_kind_of_branch_leaves_anything(case: Case) -> None:
+    """With a layer scale behind it, with a gate, in front of a norm or behind one."""
+    build, example, _ = case
+    model, x = build().eval(), torch.cat([example(), example()])
+    structure = discover(model, example(), units="blocks")
+    small = cut(model, recipe(model, structure.groups, torch.zeros(structure.units, dtype=torch.bool))).eval()
+    program = trace(small, x)
+    assert not {"threshold", "new_zeros", "mul"} & set(operations(program))
+    assert operations(program).count("add") < operations(trace(model, x)).count("add")
+    torch.testing.assert_close(answers(program, x), small(x), rtol=0, atol=1e-6)
 
 
 def test_a_sum_that_is_the_output_stays() -> None:
