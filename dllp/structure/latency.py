@@ -141,7 +141,7 @@ class Latency:
     sizes: Sizes  # of all axes
     axes: Tensor  # (3, L) axes of each kernel's inputs, outputs and branches
     grid: Tensor  # (2, L, G) their sizes, from 0 on
-    seconds: Tensor  # (L, G, G) by input and output; 0 where a kernel has none
+    seconds: Tensor  # (L, G, G) by input and output; what is gone is so by its branch
     chunks: list[int]  # units by which each group grows
     measure: Callable[[Tensor], float] | None = None  # units (U,) -> time over the dense one's; None on other machines
 
@@ -207,11 +207,11 @@ def latency(structure: Structure, profile: Profile) -> Latency:
             for side, sizes in enumerate((table.inputs, table.outputs)):
                 last = torch.arange(1, points - len(sizes), dtype=torch.float64) + sizes[-1]
                 grid[side, k, 1:] = torch.cat([torch.tensor(sizes, dtype=torch.float64), last])
-            rows, columns = (torch.arange(points - 1).clamp_max(n - 1) for n in own.shape)
-            seconds[k, 1:, 1:] = own[rows][:, columns]
+            # at 0 the time of the least size: the decision leaves at least that, so soft gates must not pay for less
+            rows, columns = ((torch.arange(points) - 1).clamp(0, n - 1) for n in own.shape)
+            seconds[k] = own[rows][:, columns]
     axes = torch.tensor([[k.inputs, k.outputs, k.branch] for k in structure.kernels]).T
     ones = torch.ones(structure.units, dtype=torch.float64)
     raw = Latency(0.0, structure.sizes, axes, grid, seconds, chunks(structure))
     factor = (profile.dense - profile.overhead) / raw.expected(ones).item()
-    seconds[:, 1:, 1:] = seconds[:, 1:, 1:] * factor + profile.overhead / count
-    return replace(raw, dense=profile.dense)
+    return replace(raw, dense=profile.dense, seconds=seconds * factor + profile.overhead / count)

@@ -90,6 +90,16 @@ def test_between_measured_widths_time_is_bilinear_and_its_gradient_is_right(
     assert cost.to("cpu", torch.float32).expected(theta).shape == (2,)
 
 
+def test_soft_gates_below_the_first_width_save_nothing_more(structure: Structure, cost: Latency) -> None:
+    first = torch.zeros(structure.units, dtype=torch.float64)
+    for here, step in zip(structure.slices, cost.chunks, strict=True):
+        first[here][:step] = 1  # the least that a decision leaves
+    fewer = (first / 10).requires_grad_()
+    time = cost.expected(fewer)
+    assert time.item() == pytest.approx(cost.expected(first).item(), rel=1e-12)
+    assert not torch.autograd.grad(time, fewer)[0].any()
+
+
 @pytest.mark.parametrize("keep", [0.3, 0.5, 0.8])
 def test_a_decision_meets_the_budget_and_ends_where_time_steps_up(
     structure: Structure, cost: Latency, keep: float
