@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -142,6 +142,7 @@ class Latency:
     axes: Tensor  # (3, L) axes of each kernel's inputs, outputs and branches
     grid: Tensor  # (2, L, G) their sizes, from 0 on
     seconds: Tensor  # (L, G, G) by input and output; what is gone is so by its branch
+    convex: Tensor  # (L, G, G) the lower convex envelope of these, whose slopes are the gradient
     chunks: list[int]  # units by which each group grows
     measure: Callable[[Tensor], float] | None = None  # units (U,) -> time over the dense one's; None on other machines
 
@@ -149,20 +150,27 @@ class Latency:
         """theta (..., U) -> (...): the time at the *expected* widths, bilinear between those that were measured.
 
         That is not the expected time, as steps between these widths are smoothed; for 0/1 gates of measured widths it
-        is the sum of the measured times.
+        is the sum of the measured times. Its gradient is that of the lower convex envelope: where a wide layer could
+        lose some units without any gain its gates would wait for a price that, at whole steps, is never the best.
         """
         with torch.autocast(theta.device.type, enabled=False):
-            return self.of(self.sizes.expected(theta.to(self.grid.dtype)))
+            sizes = self.sizes.expected(theta.to(self.grid.dtype))
+            time = self.of(sizes.detach())
+            if not sizes.requires_grad:
+                return time
+            below = self.of(sizes, convex=True)
+            return below + (time - below).detach()
 
-    def of(self, sizes: Tensor) -> Tensor:
+    def of(self, sizes: Tensor, *, convex: bool = False) -> Tensor:
         """Sizes (..., A) of axes -> (...)."""
+        table = self.convex if convex else self.seconds
         (i, a), (j, b) = (
             _cell(sizes.index_select(-1, axes), grid) for axes, grid in zip(self.axes[:2], self.grid, strict=True)
         )
         count, points = self.grid.shape[1:]
         corner = (torch.arange(count, device=i.device) * points + i) * points + j
         near, far = (
-            self.seconds.take(corner + row) * (1 - b) + self.seconds.take(corner + row + 1) * b for row in (0, points)
+            table.take(corner + row) * (1 - b) + table.take(corner + row + 1) * b for row in (0, points)
         )
         return ((near * (1 - a) + far * a) * sizes.index_select(-1, self.axes[2])).sum(-1)
 
@@ -198,20 +206,33 @@ def latency(structure: Structure, profile: Profile) -> Latency:
         raise ConfigError("the profile does not hold every layer once, or no time: make it again with dllp profile")
     points = 1 + max([2, *(len(grid) for table in profile.tables for grid in (table.inputs, table.outputs))])
     grid = torch.zeros(2, count, points, dtype=torch.float64)
-    seconds = torch.zeros(count, points, points, dtype=torch.float64)
+    seconds, convex = torch.zeros(2, count, points, points, dtype=torch.float64)
     for table in profile.tables:
         own = torch.tensor(table.seconds, dtype=torch.float64)
         for axis in (0, 1):  # the least time of all that are as wide or wider
             own = own.flip(axis).cummin(axis).values.flip(axis)
+        below = _envelope(_envelope(own, table.outputs).T, table.inputs).T
         for k in table.kernels:
             for side, sizes in enumerate((table.inputs, table.outputs)):
                 last = torch.arange(1, points - len(sizes), dtype=torch.float64) + sizes[-1]
                 grid[side, k, 1:] = torch.cat([torch.tensor(sizes, dtype=torch.float64), last])
             # at 0 the time of the least size: the decision leaves at least that, so soft gates must not pay for less
             rows, columns = ((torch.arange(points) - 1).clamp(0, n - 1) for n in own.shape)
-            seconds[k] = own[rows][:, columns]
+            seconds[k], convex[k] = own[rows][:, columns], below[rows][:, columns]
     axes = torch.tensor([[k.inputs, k.outputs, k.branch] for k in structure.kernels]).T
     ones = torch.ones(structure.units, dtype=torch.float64)
-    raw = Latency(0.0, structure.sizes, axes, grid, seconds, chunks(structure))
+    raw = Latency(0.0, structure.sizes, axes, grid, seconds, convex, chunks(structure))
     factor = (profile.dense - profile.overhead) / raw.expected(ones).item()
-    return replace(raw, dense=profile.dense, seconds=seconds * factor + profile.overhead / count)
+    seconds, convex = (table * factor + profile.overhead / count for table in (seconds, convex))
+    return replace(raw, dense=profile.dense, seconds=seconds, convex=convex)
+
+
+def _envelope(times: Tensor, sizes: list[int]) -> Tensor:
+    """(..., G) times at rising sizes -> the largest convex function of the size that is nowhere above them."""
+    at = torch.tensor(sizes, dtype=times.dtype)
+    result = times.clone()
+    for a, b in combinations(range(len(sizes)), 2):  # the least chord over each size
+        part = (at[a : b + 1] - at[a]) / (at[b] - at[a])
+        chord = torch.lerp(times[..., a, None], times[..., b, None], part)
+        result[..., a : b + 1] = result[..., a : b + 1].minimum(chord)
+    return result

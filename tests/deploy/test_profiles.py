@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_the_prediction_is_the_time_of_the_cut_network(
         assert cost.expected(gates).item() == pytest.approx(timer.networks([network])[0], rel=1e-9)
 
 
-def test_between_measured_widths_time_is_bilinear_and_its_gradient_is_right(
+def test_between_measured_widths_time_is_bilinear_and_its_gradient_is_right_where_it_is_convex(
     structure: Structure, cost: Latency
 ) -> None:
     inner = next(g for g, group in enumerate(structure.groups) if group.name == "inner")
@@ -88,6 +89,34 @@ def test_between_measured_widths_time_is_bilinear_and_its_gradient_is_right(
     theta = torch.rand(2, structure.units, dtype=torch.float64).requires_grad_()
     assert torch.autograd.gradcheck(cost.expected, (theta,))
     assert cost.to("cpu", torch.float32).expected(theta).shape == (2,)
+
+
+def test_where_time_is_flat_its_gradient_is_that_of_the_convex_envelope(structure: Structure, profile: Profile) -> None:
+    inner = next(g for g, group in enumerate(structure.groups) if group.name == "inner")
+    counts, here = levels(structure)[inner], structure.slices[inner]
+    stairs = dict(zip(counts, (1.0, 3.0, 3.0, 3.0, 8.0, 9.0), strict=True))
+    tables = [
+        replace(t, seconds=[[1e-3 * (stairs[n] if t.layer == "inner" else 1) for n in t.outputs] for _ in t.inputs])
+        for t in profile.tables
+    ]
+    cost = latency(structure, replace(profile, tables=tables))
+    times = [cost.expected(hard(structure, {inner: count})).item() for count in counts]
+    corners: list[tuple[int, float]] = []
+    for count, time in zip(counts, times, strict=True):
+        while len(corners) > 1 and _slope(corners[-2], corners[-1]) > _slope(corners[-1], (count, time)):
+            corners.pop()
+        corners.append((count, time))
+    assert [count for count, _ in corners] == [16, 64, 96]
+    for count, after in pairwise(counts):
+        theta = hard(structure, {inner: count})
+        theta[here.start + count] = 0.5
+        (found,) = torch.autograd.grad(cost.expected(theta.requires_grad_()), theta)
+        (wanted,) = (_slope(a, b) for a, b in pairwise(corners) if a[0] <= count and after <= b[0])
+        torch.testing.assert_close(found[here], torch.full_like(found[here], wanted))
+
+
+def _slope(a: tuple[int, float], b: tuple[int, float]) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0])
 
 
 def test_soft_gates_below_the_first_width_save_nothing_more(structure: Structure, cost: Latency) -> None:
