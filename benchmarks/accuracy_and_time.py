@@ -6,9 +6,10 @@
 
 `train` trains the network of a table dense once a seed, prunes it for each row with one particle and itself as teacher,
 and writes FOLDER/lines.jsonl and a file of weights for each network: where the GPU is. Accuracy is that on images held
-out of the training set, on the test set with `--validation 0`. `time` runs on the target: dense and pruned network of
-every line in turns, in floats and in int8 (calibrated with training images), accuracy and seconds. It appends a line
-for each row; a row that has its line is not timed again.
+out of the training set, on the test set with `--validation 0`. A row with `peer=magnitude keep_flops=0.33` is another
+package's (paper/peers.py), by its own recipe and fine-tuned for as many epochs. `time` runs on the target: dense and
+pruned network of every line in turns, in floats and in int8 (calibrated with training images), accuracy and seconds. It
+appends a line for each row; a row that has its line is not timed again.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ import torch
 from torch import nn
 
 import dllp
+from dllp.baselines.run import FINETUNE_LR
 from dllp.cli.commands import environment
-from dllp.data import holdout, load
+from dllp.data import Dataset, holdout, load
 from dllp.deploy import speed
 from dllp.devices import device as devices
 from dllp.posterior import Posterior, predict_data
 from dllp.structure.groups import discover
-from dllp.structure.slicing import cut
+from dllp.structure.slicing import Recipe, cut
 from dllp.zoo import build
-from paper import tables
+from paper import peers, tables
 from paper.jobs import Job, Runner
 from paper.provenance import now, source
 
@@ -67,19 +69,50 @@ def train(given: argparse.Namespace) -> None:
         for row, *words in given.row:
             settings = tables.settings(words)
             chosen = {"epochs": given.epochs, "batch_size": 512, "seed": seed, "init": "given", **machine, **settings}
-            profile = given.profile if "keep_latency" in settings else None
             began = time.perf_counter()
-            result = dllp.prune(dense, data, dllp.Config(**chosen), profile=profile, progress=False)
-            seconds = time.perf_counter() - began
-            predicted = predict_data(Posterior([result.model], torch.ones(1)), held, device)
+            if "peer" in settings:
+                chosen["weight_decay"] = job.config.resolved().weight_decay
+                pruned, known = by_peer(chosen.pop("peer"), dense, data, dllp.Config(**chosen))
+            else:
+                pruned, known = ours(dense, data, dllp.Config(**chosen), given.profile)
+            known["seconds"] = time.perf_counter() - began
+            predicted = predict_data(Posterior([pruned], torch.ones(1)), held, device)
             hits = predicted.members[0].cpu().argmax(1) == held.y.cpu()
-            known = {
-                "row": row, "settings": settings, "macs": result.sizes[0].macs / result.dense.macs,
-                "accuracy": float(hits.double().mean()), "latency": result.info.get("latency"),
-                "moments": result.info["moments"],
-                "config": result.config.as_dict(), "seconds": seconds, "recipe": result.particles[0].recipe,
-            }  # fmt: skip
-            keep(given.out, {**shared, **known}, result.model)
+            known |= {"row": row, "settings": settings, "accuracy": float(hits.double().mean())}
+            keep(given.out, {**shared, **known}, pruned)
+
+
+def ours(
+    dense: nn.Module, data: Dataset, config: dllp.Config, profile: Path | None
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The one particle of `dllp.prune`, and what its line says of it."""
+    profile = None if config.keep_latency is None else profile
+    result = dllp.prune(dense, data, config, profile=profile, progress=False)
+    return result.model, {
+        "macs": result.sizes[0].macs / result.dense.macs, "latency": result.info.get("latency"),
+        "moments": result.info["moments"], "config": result.config.as_dict(), "recipe": result.particles[0].recipe,
+    }  # fmt: skip
+
+
+def by_peer(name: str, dense: nn.Module, data: Dataset, config: dllp.Config) -> tuple[nn.Module, dict[str, Any]]:
+    """The network of another package, and what its line says of it."""
+    found = peers.prune(name, dense, data, config, epochs=config.epochs or 0, lr=FINETUNE_LR)
+    small = found.trainings[-1].model
+    macs = found.size.macs / discover(dense, torch.randn(2, *SHAPE), channels=False).flops.dense
+    known = {"macs": macs, "latency": None, "config": config.as_dict(), "recipe": widths(dense, small)}
+    return small, known
+
+
+def widths(dense: nn.Module, small: nn.Module) -> Recipe:
+    """What gives the dense network another's widths: the first units of each layer."""
+    modules, result = dict(small.named_modules()), {}
+    for name, module in dense.named_modules():
+        if isinstance(module, nn.Conv2d | nn.BatchNorm2d | nn.Linear) and module.weight is not None:
+            shape = modules[name].weight.shape
+            if shape != module.weight.shape:
+                sides = ("out", "in")[: module.weight.dim()]
+                result[name] = {side: list(range(size)) for side, size in zip(sides, shape, strict=False)}
+    return result
 
 
 def keep(folder: Path, line: Mapping[str, Any], network: nn.Module) -> None:
