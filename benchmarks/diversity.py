@@ -3,12 +3,13 @@
     python benchmarks/diversity.py --data-root DIR --half --images 10000 --dense-epochs 15 --epochs 12 --out FILE
 
 The ResNet-14 of benchmarks/allocation.py is trained dense once for each seed and pruned by channels with two particles
-and the dense network as teacher. 10,000 training images judge, as they are, blurred and with noise; no test image is
-read. One line of JSON for each run is appended to FILE; a run whose line is there is not run again. Arms:
+(or `--particles`) and the dense network as teacher. 10,000 training images judge, as they are, blurred and with noise;
+no test image is read. One line of JSON for each run is appended to FILE; a run whose line is there is not run again.
+Arms:
 
     given           dllp.prune
     antithetic      gate noise of particle i is that of the first, turned by i / n: no two masks are drawn alike
-    own-batches     particle i sees the batch of i/n of an epoch ago, so that no two see the same images together
+    own-batches     particles beyond the first see the batch of half an epoch ago
     own-flips       particle i > 0 sees the images mirrored
     jitter-K        particles beyond the first start with noise of K times each tensor's std (0.1 in the library)
     restart-stage   particles beyond the first start with a last stage and a classifier of fresh weights
@@ -52,7 +53,6 @@ ARMS = (
     "taught-first", "beta-1", "fresh",
 )  # fmt: skip
 SHIFTED = ("gaussian-blur:1", "noise:0.1")
-PARTICLES = 2
 
 
 @contextmanager
@@ -97,8 +97,8 @@ class Turns:
 
 @contextmanager
 def own_batches(steps: int) -> Iterator[None]:
-    """Particle i is `i steps / n` steps behind the first; in the first steps of all, all see the oldest batch."""
-    turns, seen = Turns(), deque[Any](maxlen=steps // PARTICLES + 1)
+    """Other particles are half an epoch behind the first; in its first steps all see the oldest batch."""
+    turns, seen = Turns(), deque[Any](maxlen=steps // 2 + 1)
     own, loss_of = step._teaching, step.taught_loss
 
     def teach(state: Any, x: Any, y: Any, ready: Any) -> Any:
@@ -160,12 +160,12 @@ def switched(arm: str, steps: int) -> Any:
     }.get(arm, mock.MagicMock())  # fmt: skip
 
 
-def run(options: Options, arm: str, seed: int) -> dict[str, Any]:
-    """Prune, and judge each particle and both together."""
+def run(options: Options, arm: str, seed: int, particles: int) -> dict[str, Any]:
+    """Prune, and judge each particle and all together."""
     dense, before = trained(options, seed)
     train, held = parts(options.data_root, options.half, options.images)
     shared: dict[str, Any] = dict(
-        seed=seed, particles=PARTICLES, keep_flops=options.keep_flops, epochs=options.epochs, batch_size=options.batch,
+        seed=seed, particles=particles, keep_flops=options.keep_flops, epochs=options.epochs, batch_size=options.batch,
         device=options.device, precision=options.precision, **dict(options.changes),
     )  # fmt: skip
     if arm == "untaught":
@@ -198,6 +198,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--arms", nargs="+", default=ARMS)
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=JSON", dest="changes")
+    parser.add_argument("--particles", type=int, default=2)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--kept", default="runs/allocation", help="folder for the trained dense networks")
     parser.add_argument("--out", required=True)
@@ -213,12 +214,13 @@ def main() -> None:
             "arm": arm, "seed": seed, "keep": options.keep_flops, "epochs": options.epochs, "batch": options.batch,
             "images": min(options.images, 50_000 - HELD), "side": 16 if options.half else 32,
             "dense_epochs": options.dense_epochs, "precision": options.precision, **dict(options.changes),
+            **({} if given["particles"] == 2 else {"particles": given["particles"]}),
         }  # fmt: skip
         if settings in known:
             continue
         trained(options, seed)
         began = time.perf_counter()
-        line = {"run": settings, **run(options, arm, seed)}
+        line = {"run": settings, **run(options, arm, seed, given["particles"])}
         device = torch.cuda.get_device_name() if options.device.startswith("cuda") else "cpu, one thread"
         line |= {
             "seconds": round(time.perf_counter() - began, 1), "commit": commit(), "torch": torch.__version__,
@@ -227,12 +229,12 @@ def main() -> None:
         with out.open("a") as file:
             file.write(json.dumps(line) + "\n")
         values = {(row["data"], row["name"]): row for row in line["rows"]}
-        ones = [values["clean", f"particle {k + 1}"]["accuracy"] for k in range(PARTICLES)]
-        both = values["clean", "all particles"]
+        ones = [values["clean", f"particle {k + 1}"]["accuracy"] for k in range(given["particles"])]
+        every = values["clean", "all particles"]
         print(
-            f"{arm} seed {seed}: dense {line['dense']:.2f} particles {' / '.join(f'{100 * a:.2f}' for a in ones)} both "
-            f"{100 * both['accuracy']:.2f} NLL {both['nll']:.3f} ECE {100 * both['ece']:.2f} mutual information "
-            f"{both['mutual_information']:.4f} {line['seconds']} s",
+            f"{arm} seed {seed}: dense {line['dense']:.2f} particles {' / '.join(f'{100 * a:.2f}' for a in ones)} all "
+            f"{100 * every['accuracy']:.2f} NLL {every['nll']:.3f} ECE {100 * every['ece']:.2f} mutual information "
+            f"{every['mutual_information']:.4f} {line['seconds']} s",
             flush=True,
         )  # fmt: skip
 
