@@ -169,9 +169,7 @@ class Latency:
         )
         count, points = self.grid.shape[1:]
         corner = (torch.arange(count, device=i.device) * points + i) * points + j
-        near, far = (
-            table.take(corner + row) * (1 - b) + table.take(corner + row + 1) * b for row in (0, points)
-        )
+        near, far = (table.take(corner + row) * (1 - b) + table.take(corner + row + 1) * b for row in (0, points))
         return ((near * (1 - a) + far * a) * sizes.index_select(-1, self.axes[2])).sum(-1)
 
     def prices(self, structure: Structure) -> Tensor:

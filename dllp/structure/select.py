@@ -18,6 +18,8 @@ NEAR = 0.005
 """A budget counts as met when at most this fraction of the dense cost is left unused."""
 FAR = 0.05
 """Largest fraction of the dense cost that several chunks may have that are exchanged for others."""
+PRICES, SWEEPS = 40, 8
+"""Prices of time that are tried, and most turns of all groups at each."""
 CORRECTIONS, MEASURED = 2, 0.02
 """Decisions that are made again after measuring, and the relative distance from the budget that is near enough."""
 
@@ -44,7 +46,8 @@ def select(
     does not fit, smaller ones use the remaining budget; where that is still much, the last chunks of a group are
     exchanged for others that use more of it. A residual branch is taken with the best chunk of each group in it, by the
     least of their logits, and goes with all of them.
-    Latency has chunks of its own, up to widths that were measured; those that take no time always fit.
+    Latency has chunks of its own, up to widths that were measured, and of very different use: there the most probable
+    gates that fit come first, and then what still fits in descending order; what takes no time always does.
     """
     scores = logits.detach().to("cpu", torch.float64)
     if scores.shape != (structure.units,) or bool(scores.isnan().any()):
@@ -71,6 +74,9 @@ def select(
             f"{'lower round_to, ' if round_to > 1 else ''}or {WEIGHTS_INSTEAD}"
             f"{_reasons(structure)}"
         )
+    if isinstance(cost, Latency):
+        kept = _likeliest(scores, kept, ranking, inside, cost, budget)
+        return _fill(kept, ranking, cost, budget, set())[0]
     return _nearest(scores, kept, ranking, inside, cost, budget)
 
 
@@ -159,10 +165,86 @@ def select_measured(structure: Structure, logits: Tensor, cost: Latency, keep: f
     return best
 
 
+def _likeliest(
+    scores: Tensor, kept: Tensor, ranking: list[Chunk], inside: dict[int, list[int]], cost: Latency, budget: float
+) -> Tensor:
+    """Nearly the most probable of the choices that fit: a knapsack by Lagrange's relaxation.
+
+    At a price of time each group in turn takes as many chunks as are worth most, the others as they are, until none
+    changes; the least price at which all fit is found by bisection, and then units of a
+    group, or exchanged between two, that still fit. What a
+    choice is worth is its log-probability over that of each gate's likelier state; gates in a branch that is gone do
+    not count.
+    """
+    owned: dict[int, list[Chunk]] = {}
+    for chunk in ranking:
+        owned.setdefault(chunk.owner, []).append(chunk)
+    branches = {units[0]: b for b, units in inside.items()}
+    around = {g: [branches[unit] for unit in chunks[0].holders] for g, chunks in owned.items()}
+    signals = cost.sizes.signals
+    base, worth, counts = cost.sizes.base + kept.double() @ signals, {}, {}
+    for g, chunks in owned.items():
+        all_shut = 0.0 if g in inside else -sum(scores[chunk.units].clamp_min(0).sum().item() for chunk in chunks)
+        gains = [scores[chunk.units].sum().item() for chunk in chunks]
+        if g in inside:  # with the least of what is in it
+            own, least = scores[chunks[0].units].tensor_split([1])
+            gains = [(own.sum() + least.clamp_max(0).sum()).item()]
+        worth[g] = torch.tensor([all_shut, *gains], dtype=torch.float64).cumsum(0)
+        counts[g] = torch.stack([0 * base, *(signals[chunk.units].sum(0) for chunk in chunks)]).cumsum(0)
+
+    def total(taken: dict[int, int], without: int | None = None) -> tuple[float, Tensor]:
+        """Worth and counts of all owners whose branches are there."""
+        there = [g for g in owned if g != without and all(taken[b] for b in around[g])]
+        return sum(worth[g][taken[g]].item() for g in there), sum((counts[g][taken[g]] for g in there), base)
+
+    def time(counts: Tensor) -> Tensor:
+        return cost.of(cost.sizes.of(counts))
+
+    def response(price: float) -> dict[int, int]:
+        taken = {g: int(values.argmax()) for g, values in worth.items()}
+        for _ in range(SWEEPS):
+            before = dict(taken)
+            for g in sorted(owned, key=lambda g: -len(around[g])):  # a branch after what is in it
+                held = taken | dict.fromkeys([*around[g], g], 1)
+                value, others = total(held, without=g)
+                values, rows = worth[g] + value, counts[g] + others
+                if g in inside:
+                    values[0], rows[0] = total(held | {g: 0}, without=g)
+                taken[g] = int((values - price * time(rows)).argmax())
+            if taken == before:
+                break
+        return taken
+
+    best, low, high, price = dict.fromkeys(owned, 0), 0.0, math.inf, 1 / cost.dense
+    for _ in range(PRICES):
+        found = response(price)
+        if time(total(found)[1]) > budget:
+            low = price
+        else:
+            high, best = price, max(best, found, key=lambda taken: total(taken)[0])
+        price = 2 * low if high == math.inf else (low + high) / 2
+    better: dict[int, int] | None = best
+    while better is not None:
+        best = better
+        now = total(best)[0]
+        fewer = [{g: count - 1} for g, count in best.items() if count]
+        more = [{g: count + 1} for g, count in best.items() if count + 1 < len(worth[g])]
+        changed = [best | {g: count} for g, values in worth.items() for count in range(len(values))]
+        changed += [best | less | plus for less in fewer for plus in more]
+        options = sorted(((total(taken)[0], k) for k, taken in enumerate(changed)), reverse=True)
+        worthier = (changed[k] for value, k in options if value > now + 1e-9)
+        better = next((taken for taken in worthier if time(total(taken)[1]) <= budget), None)
+    kept = kept.clone()
+    for g, chunks in owned.items():
+        if all(best[b] for b in around[g]):
+            for chunk in chunks[: best[g]]:
+                kept[chunk.units] = True
+    return kept
+
+
 def _nearest(
-    scores: Tensor, kept: Tensor, ranking: list[Chunk], inside: dict[int, list[int]], cost: Cost | Latency,
-    budget: float,
-) -> Tensor:  # fmt: skip
+    scores: Tensor, kept: Tensor, ranking: list[Chunk], inside: dict[int, list[int]], cost: Cost, budget: float
+) -> Tensor:
     """Fill the budget; while more than `NEAR` of it is unused, try to exchange a group's last chunks for others.
 
     One of them first, then two, four and more, up to `FAR`; of these, those that still fit beside the others come back.

@@ -64,6 +64,9 @@ class Latents:
             own = torch.Generator().manual_seed(config.seed)
             noise = torch.randn(place.particles, units, generator=own, dtype=rows.dtype)
             self.logits.copy_(UNEQUAL * place.take(noise))
+        # Time never falls to nothing, as FLOPs do: the price of what can be saved of it would be as many times lower.
+        shut = torch.zeros_like(self.logits[0])
+        self.span = 1 - self._fraction(shut).item() if self.budget == "latency" else 1.0
         self.spike = float(config.epsilon or 0)
         self.other = None if config.prior == SPIKE_AND_SLAB else replaced_prior(config)
         self.strength = 1 / num_data  # Bayes' own; the prior's weight is beta
@@ -182,7 +185,7 @@ class Latents:
             if self.target is None:
                 energy = (self.config.sparsity or 0.0) * fraction
             else:
-                energy, gap = gates.budget_energy(fraction, ramp, self.multiplier, penalty)
+                energy, gap = gates.budget_energy(fraction / self.span, ramp / self.span, self.multiplier, penalty)
                 self.gap.copy_(gap.detach())
             (gradient,) = torch.autograd.grad(energy.sum(), logits)
         return gradient

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,51 @@ def test_soft_gates_below_the_first_width_save_nothing_more(structure: Structure
     time = cost.expected(fewer)
     assert time.item() == pytest.approx(cost.expected(first).item(), rel=1e-12)
     assert not torch.autograd.grad(time, fewer)[0].any()
+
+
+def log_odds(structure: Structure, logits: Tensor, gates: Tensor) -> float:
+    """Log-probability of a choice over that of each gate's likelier state, but for gates in branches that are gone."""
+    total = 0.0
+    for part, around in zip(structure.slices, structure.holders, strict=True):
+        if all(gates[structure.slices[b].start] for b in around):
+            kept = gates[part].bool()
+            total += logits[part][kept].clamp_max(0).sum().item() - logits[part][~kept].clamp_min(0).sum().item()
+    return total
+
+
+def every_choice(structure: Structure, logits: Tensor) -> Tensor:
+    """(choices, U): the likeliest units of each group, in all measured widths; those of a branch that is gone once."""
+    order = [logits[part].argsort(descending=True) + part.start for part in structure.slices]
+    counts = [
+        [0, *found] if group.gone else found for group, found in zip(structure.groups, levels(structure), strict=True)
+    ]
+    rows = []
+    for choice in product(*counts):
+        gone = [any(choice[b] == 0 for b in around) for around in structure.holders]
+        if all(count == found[0] for count, found, off in zip(choice, counts, gone, strict=True) if off):
+            rows.append(torch.zeros(structure.units, dtype=torch.float64))
+            for units, count, off in zip(order, choice, gone, strict=True):
+                rows[-1][units[:count]] = float(not off)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("units", ["channels", "both"])
+def test_a_decision_is_the_most_probable_one_that_fits(model: nn.Module, profile: Profile, units: str) -> None:
+    structure = discover(model, torch.zeros(2, *SHAPE), units=units)
+    cost, best = latency(structure, profile), 0
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        drawn = [2 * torch.randn(1, generator=generator) + 3 * torch.randn(g.units, generator=generator)
+                 for g in structure.groups]  # fmt: skip
+        logits = torch.cat(drawn).double()
+        choices = every_choice(structure, logits)
+        times, worth = cost.expected(choices), torch.tensor([log_odds(structure, logits, c) for c in choices])
+        found = worth.where(times <= 0.4 * cost.dense, -torch.inf).argmax()
+        kept = select(structure, logits, cost=cost, keep=times[found].item() / cost.dense)
+        own = log_odds(structure, logits, kept)
+        assert own >= worth[found] - 25  # one chunk is worth as much
+        best += own >= worth[found] - 1e-9
+    assert best >= 7
 
 
 @pytest.mark.parametrize("keep", [0.3, 0.5, 0.8])
