@@ -20,7 +20,7 @@ from tests.support.commands import ENVIRONMENT, npy
 
 pytestmark = pytest.mark.slow  # every test starts several processes, and some wait for them to give up
 SHORT = ("--model", "mlp", "--granularity", "weight", "--gate-linear", "--keep-params", "0.3", "--epochs", "3",
-         "--particles", "2", "--batch-size", "32", "--checkpoint-steps", "1", "--quiet")  # fmt: skip
+         "--particles", "2", "--batch-size", "32", "--checkpoint-steps", "1", "--threads", "1", "--quiet")  # fmt: skip
 """Nine steps of a small network, twice."""
 
 
