@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -38,7 +37,7 @@ from dllp.structure.slicing import Recipe, cut
 from dllp.zoo import build
 from paper import peers, tables
 from paper.jobs import Job, Runner
-from paper.provenance import now, source
+from paper.provenance import command, now, source
 
 SHAPE, CLASSES = (3, 32, 32), 10
 DENSE = "dense"
@@ -104,7 +103,7 @@ def by_peer(name: str, dense: nn.Module, data: Dataset, config: dllp.Config) -> 
 
 
 def widths(dense: nn.Module, small: nn.Module) -> Recipe:
-    """What gives the dense network another's widths: the first units of each layer."""
+    """The recipe that gives the dense network another's widths: the first units of each layer."""
     modules, result = dict(small.named_modules()), {}
     for name, module in dense.named_modules():
         if isinstance(module, nn.Conv2d | nn.BatchNorm2d | nn.Linear) and module.weight is not None:
@@ -166,11 +165,6 @@ def measure(given: argparse.Namespace) -> None:
                 accuracy = "" if each["accuracy"] is None else f", accuracy {100 * each['accuracy']:.2f}"
                 where = f"{each['runtime']}, {each['threads']} threads, batch {each['batch']}"
                 print(f"    {where}: {each['speedup']:.2f} times as fast as dense{accuracy}", flush=True)
-
-
-def command() -> str:
-    """As typed, folders and files by their names."""
-    return " ".join(["accuracy_and_time.py", *(Path(w).name if w.startswith("/") else w for w in sys.argv[1:])])
 
 
 def main() -> None:

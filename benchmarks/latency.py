@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +22,7 @@ from dllp.deploy import speed
 from dllp.structure.groups import discover
 from dllp.structure.slicing import cut, recipe
 from dllp.zoo import build
+from paper.provenance import command
 from paper.store import Store
 
 CASES = (("vgg16_bn", "table2", "a0bc110bb3ef6ed5", 3.0), ("resnet56", "table1", "88d16785dba05e9c", 1.7))
@@ -164,7 +163,7 @@ def main() -> None:
             for layer in speed.layers(found[0], other, SHAPE):
                 layers.append({"model": name, "network": other.name} | vars(layer) | {"lost_ms": layer.lost_ms})
     info = environment() | {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command(),
         "cpus": os.cpu_count(),
         "date": time.strftime("%Y-%m-%d"),
         "busy_before": before,

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +16,7 @@ import dllp
 from dllp import zoo
 from dllp.cli.commands import environment
 from dllp.deploy.profiles import measure_profile
+from paper.provenance import command
 
 EXAMPLES = 4
 
@@ -44,7 +43,7 @@ def main() -> None:
     result = dllp.prune(model, data, profile=profile, progress=False, **choice)
     line = {"model": given.model, "shape": list(shape), "units": given.units, **result.info["latency"]}
     line |= {"macs": result.sizes[0].macs / result.dense.macs, "dense_ms": 1e3 * profile.dense}
-    line |= {"command": shlex.join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"), **environment()}
+    line |= {"command": command(), "date": time.strftime("%Y-%m-%d"), **environment()}
     print(json.dumps(line))
     if given.out is not None:
         profile.write(given.out / f"{given.model}-{given.runtime}-{given.threads}-{given.batch}.json")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from dllp.training.moments import scored
 from dllp.training.state import RunState
 from paper import tables
 from paper.jobs import Job, Runner
-from paper.provenance import now
+from paper.provenance import command, now
 
 BEHIND = (2.0, 1.0, 0.5, 0.3, 0.0)
 """Points below the dense network's last epoch that are waited for."""
@@ -118,8 +117,7 @@ def main() -> None:
             if planned.job.digest in {line["digest"] for line in lines}:
                 continue
             named = " ".join([row, *words])
-            line = {"row": named, **run(runner, planned.job, spent), "date": now()}
-            line["command"] = " ".join(["time_to_accuracy.py", *sys.argv[1:]])
+            line = {"row": named, **run(runner, planned.job, spent), "date": now(), "command": command()}
             lines.append(line)
             with out.open("a") as file:
                 file.write(json.dumps(line) + "\n")

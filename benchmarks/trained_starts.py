@@ -16,7 +16,6 @@ import itertools
 import json
 import platform
 import subprocess
-import sys
 import time
 from functools import cache
 from pathlib import Path
@@ -31,6 +30,7 @@ from dllp import zoo
 from dllp.data import ArrayData, holdout, load
 from dllp.zoo.networks import CifarResNet
 from paper.jobs import kept_shape
+from paper.provenance import command
 
 TRAINED_EPOCHS = 30
 
@@ -135,7 +135,7 @@ def main() -> None:
             "config": {name: getattr(result.config, name) for name in ("lr", "lr_gates", "round_to", "teacher")},
             **({"shape": kept_shape(result.particles[0])} if options.granularity == "weight" else {}),
             "seconds": round(time.perf_counter() - began, 1), "commit": commit(), "torch": torch.__version__,
-            "python": platform.python_version(), "threads": 1, "command": " ".join(sys.argv[1:]),
+            "python": platform.python_version(), "threads": 1, "command": command(),
         }  # fmt: skip
         with out.open("a") as file:
             file.write(json.dumps(line) + "\n")

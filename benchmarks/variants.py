@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from dllp.data import load
@@ -18,7 +17,7 @@ from dllp.devices.device import find_device
 from paper import tables
 from paper.jobs import Runner
 from paper.launch import in_short
-from paper.provenance import now
+from paper.provenance import command, now
 
 
 def main() -> None:
@@ -47,7 +46,7 @@ def main() -> None:
                 if job.digest in known:
                     continue
                 known.add(job.digest)
-                line = runner.run(job).line | {"date": now(), "command": " ".join(["variants.py", *sys.argv[1:]])}
+                line = runner.run(job).line | {"date": now(), "command": command()}
                 with out.open("a") as file:
                     file.write(json.dumps({"row": row, "vary": settings, **line}) + "\n")
                 print(f"{job.method} {row} seed {seed} {' '.join(words)}: {in_short(line)}", flush=True)

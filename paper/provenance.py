@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ CODE = ("dllp", "paper")
 """Folders whose files decide what is computed; results that are being written there count as no change."""
 COMMIT, DIRTY = "DLLP_COMMIT", "DLLP_DIRTY"
 """Environment variables that say it for a copy of the tree without `.git`."""
+PLACE = re.compile(r"(?<![^=])/.+")
+"""An absolute path, also behind `--option=`."""
 FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -36,6 +40,12 @@ def source(root: Path = ROOT) -> dict[str, Any]:
 def now() -> str:
     """The time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def command() -> str:
+    """The script that runs, with its arguments as typed; files and folders by their names, wherever they are."""
+    script, *words = sys.argv
+    return shlex.join([Path(script).name, *(PLACE.sub(lambda found: Path(found[0]).name, word) for word in words)])
 
 
 def _of_checkout(root: Path) -> tuple[str | None, bool | None]:

@@ -19,7 +19,7 @@ MOVED = (
     ATEN.view.default, ATEN.reshape.default, ATEN.permute.default, ATEN.transpose.int, ATEN.clone.default,
     ATEN.dropout.default, ATEN.contiguous.default, ATEN._to_copy.default, ATEN.unsqueeze.default, ATEN.squeeze.dim,
 )  # fmt: skip
-"""What leaves zeros zeros."""
+"""Operations of which zeros come out as zeros."""
 
 
 def without_zeros(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -90,3 +91,26 @@ def test_a_command_names_no_place_of_the_machine(tmp_path: Path) -> None:
         "--data-root data"
     )
     assert json.dumps(str(tmp_path)) not in found
+
+
+def test_a_script_is_stored_as_typed_but_for_the_place_of_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [
+        "--data-root",
+        "/somewhere/cifar",
+        "--out=/else/where.jsonl",
+        "--row",
+        "dense",
+        "lr=0.1",
+        "kept/here",
+        "a b",
+    ]
+    monkeypatch.setattr("sys.argv", ["/a/benchmarks/script.py", *words])
+    wanted = "script.py --data-root cifar --out=where.jsonl --row dense lr=0.1 kept/here 'a b'"
+    assert provenance.command() == wanted
+
+
+def test_no_result_names_a_place_on_a_machine() -> None:
+    place = re.compile(r"(?<![\w.])/(?:root|home|tmp|work|Users|mnt)/")
+    texts = [path for path in (provenance.ROOT / "results").rglob("*") if path.suffix in {".jsonl", ".json", ".md"}]
+    assert len(texts) > 30
+    assert [path.name for path in texts if place.search(path.read_text(encoding="utf-8"))] == []
