@@ -171,10 +171,9 @@ def _likeliest(
     """Nearly the most probable of the choices that fit: a knapsack by Lagrange's relaxation.
 
     At a price of time each group in turn takes as many chunks as are worth most, the others as they are, until none
-    changes; the least price at which all fit is found by bisection, and then units of a
-    group, or exchanged between two, that still fit. What a
-    choice is worth is its log-probability over that of each gate's likelier state; gates in a branch that is gone do
-    not count.
+    changes; the least price at which all fit is found by bisection. Then single groups change, or two exchange a chunk,
+    while that fits and is worth more. What a choice is worth is its log-probability over that of each gate's likelier
+    state; gates in a branch that is gone do not count.
     """
     owned: dict[int, list[Chunk]] = {}
     for chunk in ranking:
