@@ -267,21 +267,25 @@ def test_a_profile_of_another_machine_prunes_and_is_not_measured(
     assert "50% of the time" in repr(result)
 
 
-def test_runtimes_give_times_for_every_width(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("runtime", ["onnxruntime", "torch", pytest.param("torch-cuda", marks=pytest.mark.cuda)])
+def test_runtimes_give_times_for_every_width(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles, "SECONDS", 0.01)
     monkeypatch.setattr(profiles, "RUNS", 2)
     monkeypatch.setattr(profiles, "FRACTIONS", (0.5,))
     small = nn.Sequential(
         nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3, groups=16), nn.Flatten(), nn.Linear(256, 4)
     )
-    for runtime in ("onnxruntime", "torch"):
-        found = measure_profile(small, SHAPE, runtime=runtime, batch=2)
-        assert found.dense > 0 and all(t > 0 for table in found.tables for row in table.seconds for t in row)
-        structure = discover(small, torch.zeros(2, *SHAPE))
-        assert latency(structure, found).expected(hard(structure, {})).item() == pytest.approx(found.dense)
-    if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="needs a GPU"):
-            measure_profile(small, SHAPE, runtime="torch-cuda")
+    found = measure_profile(small, SHAPE, runtime=runtime, batch=2)
+    assert found.dense > 0 and all(t > 0 for table in found.tables for row in table.seconds for t in row)
+    structure = discover(small, torch.zeros(2, *SHAPE))
+    assert latency(structure, found).expected(hard(structure, {})).item() == pytest.approx(found.dense)
+    again = timer_of(runtime, SHAPE, 1, 2).networks([small, small])
+    assert all(seconds > 0 for seconds in again)
+
+
+def test_a_profile_on_cuda_needs_a_gpu(model: nn.Module) -> None:
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        measure_profile(model, SHAPE, runtime="torch-cuda")
 
 
 def test_the_command_line_makes_and_uses_a_profile(
