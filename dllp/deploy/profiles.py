@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,7 +32,8 @@ from dllp.structure.slicing import copied, cut, recipe
 Runtime = Literal["onnxruntime", "torch", "torch-cuda"]
 FRACTIONS = (0.75, 0.5, 0.25)  # widths of the whole networks that are timed beside the dense one
 RUNS = 9  # samples of a layer at one width, which take turns with those of its other widths
-REPEATS = 20  # calls of a layer in one CUDA graph: a single one takes less time than its launch
+REPEATS, GRAPH = 20, 1e-3  # calls of a layer in one CUDA graph, at most, and seconds from which on fewer do
+RUNS_ON_CUDA = 5  # of RUNS: nothing else runs there
 SECONDS = 6.0  # time for which whole networks are measured, together
 NEAR = 0.05  # relative distance from a latency budget from which on a run says that it is not met
 
@@ -295,16 +298,23 @@ class CudaTimer(TorchTimer):
 
     def times(self, calls: Sequence[Call], repeats: int, seconds: float) -> list[float]:
         with torch.inference_mode():
-            graphs = [self._captured(call, repeats) for call in calls]
-            return [_median(each) / repeats for each in interleaved(graphs, seconds, RUNS)]
+            graphs, counts = zip(*(self._captured(call, repeats) for call in calls), strict=True)
+            samples = interleaved(graphs, seconds, RUNS_ON_CUDA)
+            return [_median(each) / count for each, count in zip(samples, counts, strict=True)]
 
     @staticmethod
-    def _captured(call: Call, repeats: int) -> Call:
+    def _captured(call: Call, most: int) -> tuple[Call, int]:
+        """A graph of the call, and how often it is in it: a single one may take less time than its launch."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # libraries choose their kernels before the capture
             for _ in range(3):
                 call()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+        repeats = min(most, math.ceil(GRAPH / (time.perf_counter() - start)))
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -315,7 +325,7 @@ class CudaTimer(TorchTimer):
             graph.replay()
             torch.cuda.synchronize()
 
-        return replay
+        return replay, repeats
 
 
 def _median(samples: Samples, threads: int = 0) -> float:

@@ -117,6 +117,7 @@ def test_the_command_takes_a_teacher(tmp_path: Path) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.filterwarnings("default")  # of PyTorch's compiler, as it is loaded
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_runs_on_cuda(name: str) -> None:
     config = replace(SHORT, device="cuda")
