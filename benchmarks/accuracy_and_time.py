@@ -8,8 +8,9 @@
 and writes FOLDER/lines.jsonl and a file of weights for each network: where the GPU is. Accuracy is that on images held
 out of the training set, on the test set with `--validation 0`. A row with `peer=magnitude keep_flops=0.33` is another
 package's (paper/peers.py), by its own recipe and fine-tuned for as many epochs. `time` runs on the target: dense and
-pruned network of every line in turns, in floats and in int8 (calibrated with training images), accuracy and seconds. It
-appends a line for each row; a row that has its line is not timed again.
+pruned network of every line in turns, in floats and in int8 (calibrated with training images), accuracy and seconds;
+seconds alone where FOLDER lacks a file of weights. It appends a line for each row; a row that has its line, trained at
+the same commit, is not timed again.
 """
 
 from __future__ import annotations
@@ -129,11 +130,12 @@ def name(line: Mapping[str, Any]) -> str:
 
 
 def network(folder: Path, line: Mapping[str, Any]) -> nn.Module:
-    """The network of a line."""
+    """The network of a line; with fresh weights where there is no file of its own."""
     model = build(line["model"], CLASSES, SHAPE[0], image_size=SHAPE[1])
     if line["recipe"] is not None:
         model = cut(model, line["recipe"])
-    model.load_state_dict(torch.load(folder / name(line), weights_only=True))
+    if (folder / name(line)).exists():
+        model.load_state_dict(torch.load(folder / name(line), weights_only=True))
     return model.eval()
 
 
@@ -142,16 +144,18 @@ def measure(given: argparse.Namespace) -> None:
     lines = [json.loads(line) for line in (given.folder / "lines.jsonl").read_text().splitlines()]
     data = load("cifar10", root=given.data_root)
     dense = {line["seed"]: line for line in lines if line["row"] == DENSE}
-    timed = {name(json.loads(line)) for line in given.out.read_text().splitlines()} if given.out.exists() else set()
+    found = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
+    timed = {(name(line), line["trained"]["commit"]) for line in found}
     for line in lines:
-        if line["row"] == DENSE or name(line) in timed:
+        if line["row"] == DENSE or (name(line), line["commit"]) in timed:
             continue
         before, whole = dense[line["seed"]]["accuracy"], network(given.folder, dense[line["seed"]])
         macs = discover(whole, torch.randn(2, *SHAPE), channels=False).flops.dense
         held = holdout(data.train, line["validation"], seed=0)[1] if line["validation"] else data.test
         images = speed.images(replace(data, test=held), SHAPE, macs)
-        first = speed.Subject(speed.DENSE, whole, macs, trained=True)
-        pruned = speed.Subject(speed.PRUNED, network(given.folder, line), macs * line["macs"], trained=True)
+        trained = all((given.folder / name(each)).exists() for each in (line, dense[line["seed"]]))
+        first = speed.Subject(speed.DENSE, whole, macs, trained)
+        pruned = speed.Subject(speed.PRUNED, network(given.folder, line), macs * line["macs"], trained)
         options: dict[str, Any] = dict(batches=given.batch, threads=given.threads, seconds=given.seconds)
         rows = speed.as_dict(speed.measure([first, pruned], SHAPE, images=images, **options))
         known = {key: line[key] for key in ("model", "row", "seed", "settings", "macs", "accuracy", "validation")}
