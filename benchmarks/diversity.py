@@ -181,7 +181,7 @@ def run(options: Options, arm: str, seed: int, particles: int) -> dict[str, Any]
     return {
         "dense": before, "same_units": float((keep[0] == keep[1]).double().mean()),
         "rows": [{"name": row.name, "data": row.data, **row.metrics} for row in found.rows],
-        "config": result.config.as_dict(),
+        "moments": result.info["moments"], "config": result.config.as_dict(),
     }  # fmt: skip
 
 
