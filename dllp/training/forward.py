@@ -23,6 +23,9 @@ from dllp.training.gating import ChannelGating, WeightGating
 from dllp.training.particles import Particles
 
 T = TypeVar("T")
+ENOUGH = 16
+"""Examples whose statistics are better than running ones: a ResNet-14 just decided had 28% by those, 47% by 16 examples, and 50% by
+32 and by 10,000."""
 
 
 class Forward:
@@ -141,6 +144,29 @@ class Forward:
         for stream in self._streams:
             main.wait_stream(stream)
         return results
+
+
+@contextmanager
+def estimating(network: nn.Module, examples: int) -> Iterator[None]:
+    """Take the statistics of batch norms in training mode from the pass within alone, over so many examples.
+
+    Running statistics are of gates that were drawn, by weights of some steps ago: what they say of a network whose
+    gates are decided is worse than what one batch says. Of fewer examples than :data:`ENOUGH` they keep a part.
+    """
+    kinds = nn.modules.batchnorm._BatchNorm
+    norms = [m for m in network.modules() if isinstance(m, kinds) and m.training and m.track_running_stats]
+    known = [({name: value.clone() for name, value in norm.named_buffers()}, norm.momentum) for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # a mean, of one
+    try:
+        yield
+    finally:
+        share = min(1.0, examples / ENOUGH)
+        for norm, (buffers, momentum) in zip(norms, known, strict=True):
+            norm.momentum = momentum
+            for name, value in norm.named_buffers():
+                value.copy_(buffers[name].lerp(value, share) if value.is_floating_point() else buffers[name])
 
 
 def called_by(network: nn.Module, call: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> nn.Module:

@@ -17,8 +17,9 @@ from dllp.devices import mesh, trees
 from dllp.devices.mesh import Mirror
 from dllp.method import likelihood, schedule, stein
 from dllp.method.update import correct_rows, score_of
+from dllp.training.forward import estimating
 from dllp.training.gating import ChannelGating, Scales
-from dllp.training.moments import measure
+from dllp.training.moments import gates_now, measure
 from dllp.training.objective import Outcome
 from dllp.training.state import RunState
 from dllp.training.teacher import Taught, mean_prediction, taught_loss
@@ -26,10 +27,10 @@ from dllp.training.teacher import Taught, mean_prediction, taught_loss
 # ---- before a step
 
 
-def prepare(state: RunState, x: Any) -> None:
+def prepare(state: RunState, x: Any, y: Any) -> None:
     """Decide gates that are due, and set learning rate, temperature and budget of the step that comes."""
     if state.gating is not None and state.latents.keep is None and state.progress >= state.config.discrete_at:
-        decide(state)
+        decide(state, (x, y))
     state.forward.prepare(x, state.place.shards)
     state.lr = scheduled_lr(state)
     set_knobs(state)
@@ -55,13 +56,34 @@ def set_knobs(state: RunState) -> None:
     state.knobs.copy_(knobs, non_blocking=True)
 
 
-def decide(state: RunState) -> None:
-    """Decide the gates. From here on only the slab moves, and what remains of the prior is a weight decay on it."""
+def decide(state: RunState, batch: tuple[Any, Any] | None = None) -> None:
+    """Decide the gates. From here on only the slab moves, and what remains of the prior is a weight decay on it.
+
+    The networks before and after are measured with the norms' statistics of a batch, where one is given.
+    """
     state.latents.set_threshold(state.latents.target or 1.0)
     keep = state.latents.decide()
+    estimate_norms(state, batch)
     measure(state, "before", keep)
     apply_decisions(state, keep)
+    estimate_norms(state, batch)
     measure(state, "after")
+
+
+@torch.no_grad()
+def estimate_norms(state: RunState, batch: tuple[Any, Any] | None) -> None:
+    """Statistics of all batch norms from one pass over a batch, with the gates as they are."""
+    if batch is None:
+        return
+    z, device, shards = gates_now(state), state.particles.device, state.place.shards
+    state.particles.begin_step()  # small networks have the last step's weights, too
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for i, network in enumerate(state.particles.active):
+            with estimating(network, trees.count(batch)):
+                state.objective(state.forward.unfused(i, z[i]), *batch)
+            if shards.size > 1:  # the same networks everywhere
+                for buffer in filter(Tensor.is_floating_point, network.buffers()):
+                    shards.all_reduce_(buffer).div_(shards.size)
 
 
 def apply_decisions(state: RunState, keep: Tensor) -> None:

@@ -54,7 +54,8 @@ def train(
             if on_epoch is not None:
                 on_epoch(state.history[-1])
     if state.gating is not None and state.latents.keep is None:
-        decide(state)
+        x, y, _ = state.place.shard(*next(iter(batches.epoch(state.config.epochs - 1))))
+        decide(state, (x, y))
     state.particles.finish()
     if not any(moment.name == "end" for moment in state.moments):
         measure(state, "end")
@@ -75,7 +76,7 @@ def train_epoch(state: RunState, capture: Capture, epoch: int, batches: Batches,
     began = time.perf_counter()
     for whole in batches.epoch(epoch, state.step_index % state.steps_per_epoch):
         x, y, state.share = state.place.shard(*whole)
-        prepare(state, x)
+        prepare(state, x, y)
         capture(x, y, key=f"{state.phase} taught" if state.taught else state.phase)
         state.recent.append((state.step_index, x, y))
         state.step_index += 1

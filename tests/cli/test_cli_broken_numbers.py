@@ -28,12 +28,12 @@ def poison(monkeypatch: pytest.MonkeyPatch, act: Callable[[RunState], None], ste
     """Break a number before a step, so many times."""
     prepare, left = trainer.prepare, [times]
 
-    def faulty(state: RunState, x: torch.Tensor) -> None:
+    def faulty(state: RunState, x: torch.Tensor, y: torch.Tensor) -> None:
         if state.step_index == step and left[0] and state.gating is not None:
             left[0] -= 1
             with torch.no_grad():
                 act(state)
-        prepare(state, x)
+        prepare(state, x, y)
 
     monkeypatch.setattr(trainer, "prepare", faulty)
 

@@ -84,7 +84,7 @@ def test_one_gradient_is_the_mean_of_all_examples() -> None:
     state, data = build(batch=11, accumulate=5)
     x, y = next(data.epoch(0))
     networks = copy.deepcopy(state.particles.networks)
-    prepare(state, x)
+    prepare(state, x, y)
     backward(state, x, y, gates(state))
     for row, network in zip(state.particles.gradients, networks, strict=True):
         wanted = torch.autograd.grad(F.cross_entropy(network(x), y), list(network.parameters()))
@@ -96,7 +96,7 @@ def test_batch_norm_sees_one_part_at_a_time() -> None:
     state, data = build(norms=True, accumulate=4)
     x, y = next(data.epoch(0))
     network = copy.deepcopy(state.particles.networks[0])
-    prepare(state, x)
+    prepare(state, x, y)
     backward(state, x, y, gates(state))
     loss = sum(F.cross_entropy(network(a), b) for a, b in zip(x.chunk(4), y.chunk(4), strict=True)) / 4
     assert isinstance(loss, torch.Tensor)
@@ -113,7 +113,7 @@ def test_fewer_examples_than_parts() -> None:
     state, data = build(accumulate=8)
     x, y = next(data.epoch(0))
     network = copy.deepcopy(state.particles.networks[0])
-    prepare(state, x)
+    prepare(state, x, y)
     backward(state, x[:2], y[:2], gates(state))
     wanted = torch.autograd.grad(F.cross_entropy(network(x[:2]), y[:2]), list(network.parameters()))
     first = next(iter(state.particles.layout.segments.values()))

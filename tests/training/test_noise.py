@@ -207,7 +207,7 @@ def test_every_output_of_a_regression_is_an_observation() -> None:
     config = dllp.Config(task="regression", epochs=1, particles=1, device="cpu").resolved()
     state = RunState(Particles([network]), None, config, num_data=y.numel(), steps_per_epoch=1)
     state.latents.log_d.fill_(log_d)
-    prepare(state, x)
+    prepare(state, x, y)
     step(state, x, y)
     for (name, _), expected in zip(network.named_parameters(), gradients, strict=True):
         segment = state.particles.layout.segments[name]
