@@ -65,7 +65,7 @@ def main() -> None:
         made = Particles.start(model, config, CPU)
         gating = make_gating(model, structure, made, config, None) if gates else None
         state = RunState(made, gating, config, num_data=5000, steps_per_epoch=150)
-        prepare(state, batch)
+        prepare(state, batch, None)
         return lambda: step(state, batch, None)
 
     variants = {

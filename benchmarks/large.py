@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace, setting: str, phase: str) -> dict[str, 
     if phase == "discrete":
         state.latents.logits.normal_(generator=state.latents.generator)
         decide(state)
-    prepare(state, x)
+    prepare(state, x, y)
     assert state.phase == phase
     capture = captured_step(state)
 

@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any] | None:
         gating = make_gating(model, discover(model, x[:2]), particles, config, None)
         state = RunState(particles, gating, config, num_data=50_000, steps_per_epoch=1000, place=place)
         own_x, own_y, state.share = place.shard(x, y)
-        prepare(state, own_x)
+        prepare(state, own_x, own_y)
         for _ in range(WARM):
             step(state, own_x, own_y)
         place.everyone.maximum(0)

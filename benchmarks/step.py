@@ -62,7 +62,7 @@ def stepper(variant: str, options: argparse.Namespace) -> Callable[[], None]:
     particles = Particles.start(model, config, device)
     gating = make_gating(model, discover(model, x[:2]), particles, config, None)
     state = RunState(particles, gating, config, num_data=50_000, steps_per_epoch=50_000 // options.batch)
-    prepare(state, x)
+    prepare(state, x, y)
     assert state.phase == "soft"
     return lambda: step(state, x, y)
 

@@ -90,7 +90,7 @@ def main() -> None:
         if phase == "discrete":
             state.latents.logits.normal_(generator=state.latents.generator)
             decide(state)
-        prepare(state, x)
+        prepare(state, x, y)
         capture = captured_step(state)
 
         def step() -> None:

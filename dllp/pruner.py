@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from dllp.records import EpochRecord, Phase
 from dllp.structure.groups import FilterFn, discover
 from dllp.structure.trace import check_network
 from dllp.training import health
-from dllp.training.forward import called_by
+from dllp.training.forward import called_by, estimating
 from dllp.training.moments import gates_now, measure
 from dllp.training.objective import LossFn, Metrics, Objective, Outcome
 from dllp.training.particles import Particles
@@ -123,6 +124,7 @@ class Pruner(torch.optim.Optimizer):
             self.run.own_update = self._inner_step
         self._leaves = [nn.Parameter(row.clone()) for row in self.run.latents.logits]
         self._z: Tensor | None = None  # the gates of the present step, once a network has asked for them
+        self._called: set[int] = set()  # particles with decided gates that a batch of this step has been through
         self.networks = [self._view(i) for i in range(len(particles))]
         self._inner_rates = [] if self.inner is None else [group["lr"] for group in self.inner.param_groups]
         self._lr = next(iter(self._inner_rates), config.lr)  # as it was last set here
@@ -160,6 +162,7 @@ class Pruner(torch.optim.Optimizer):
         run.step_index += 1
         self.zero_grad()
         self._z = None
+        self._called.clear()
         if particles.device.type != "cuda" or run.step_index % HEALTH_CHECK == 0 or self.finished:
             self._check()
         self._ready()
@@ -290,9 +293,19 @@ class Pruner(torch.optim.Optimizer):
         forward = self.run.forward
 
         def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return forward.called(i, self._gates_of(i), args, kwargs)
+            network = self.run.particles.active[i]
+            with estimating(network) if self._just_decided(i) else nullcontext():
+                return forward.called(i, self._gates_of(i), args, kwargs)
 
         return called_by(self.run.particles.active[i], call)
+
+    def _just_decided(self, i: int) -> bool:
+        """True for the first training batch that particle i sees with decided gates: its norms are of others still."""
+        run = self.run
+        decided = any((moment.name, moment.step) == ("after", run.step_index) for moment in run.moments)
+        first = decided and run.particles.active[i].training and i not in self._called
+        self._called |= {i} if first else set()
+        return first
 
     def _gates(self) -> Tensor:
         """(n, U) of the present step: drawn once, whatever number of forward passes it has."""

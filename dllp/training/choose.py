@@ -6,8 +6,6 @@ loss within a budget is then that of the units with the most of it for their cos
 
 from __future__ import annotations
 
-from itertools import islice
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,7 @@ from dllp.training.gating import ChannelGating
 from dllp.training.moments import measure
 from dllp.training.particles import independent
 from dllp.training.state import RunState
-from dllp.training.step import apply_decisions, estimate_norms
+from dllp.training.step import apply_decisions
 from dllp.training.trainer import Batches
 
 BATCHES = 32
@@ -31,16 +29,17 @@ def choose(state: RunState, batches: Batches) -> None:
         return
     if latents.target is None:
         raise ConfigError("epochs = 0 only cuts, and needs a budget: give keep_flops, keep_params or keep_latency")
-    squares, count, batch = torch.zeros_like(latents.logits), 0, None
-    for batch in islice(batches.epoch(0), BATCHES):
+    squares, count = torch.zeros_like(latents.logits), 0
+    for x, y in batches.epoch(0):
         for i, row in enumerate(squares):
-            row += _gate_gradient(state, i, *batch).square()
+            row += _gate_gradient(state, i, x, y).square()
         count += 1
+        if count == BATCHES:
+            break
     price = _prices(state)
     information = squares / count / price.clamp_min(torch.finfo(price.dtype).tiny)
     latents.logits.copy_((information + torch.finfo(information.dtype).tiny).log())
     apply_decisions(state, latents.decide())
-    estimate_norms(state, batch)
     measure(state, "after")
 
 

@@ -23,9 +23,7 @@ from dllp.training.gating import ChannelGating, WeightGating
 from dllp.training.particles import Particles
 
 T = TypeVar("T")
-ENOUGH = 16
-"""Examples whose statistics are better than running ones: a ResNet-14 just decided had 28% by those, 47% by 16 examples, and 50% by
-32 and by 10,000."""
+TRACKED = "num_batches_tracked"
 
 
 class Forward:
@@ -147,26 +145,24 @@ class Forward:
 
 
 @contextmanager
-def estimating(network: nn.Module, examples: int) -> Iterator[None]:
-    """Take the statistics of batch norms in training mode from the pass within alone, over so many examples.
+def estimating(network: nn.Module) -> Iterator[None]:
+    """Take the statistics of batch norms in training mode from the passes within alone.
 
     Running statistics are of gates that were drawn, by weights of some steps ago: what they say of a network whose
-    gates are decided is worse than what one batch says. Of fewer examples than :data:`ENOUGH` they keep a part.
+    gates are decided is worse than what a few examples say.
     """
     kinds = nn.modules.batchnorm._BatchNorm
     norms = [m for m in network.modules() if isinstance(m, kinds) and m.training and m.track_running_stats]
-    known = [({name: value.clone() for name, value in norm.named_buffers()}, norm.momentum) for norm in norms]
+    known = [(norm.momentum, norm.get_buffer(TRACKED).clone()) for norm in norms]
     for norm in norms:
         norm.reset_running_stats()
-        norm.momentum = None  # a mean, of one
+        norm.momentum = None  # a mean over all passes
     try:
         yield
     finally:
-        share = min(1.0, examples / ENOUGH)
-        for norm, (buffers, momentum) in zip(norms, known, strict=True):
+        for norm, (momentum, tracked) in zip(norms, known, strict=True):
             norm.momentum = momentum
-            for name, value in norm.named_buffers():
-                value.copy_(buffers[name].lerp(value, share) if value.is_floating_point() else buffers[name])
+            norm.get_buffer(TRACKED).copy_(tracked + int(torch.is_grad_enabled()))  # a pass of training counts
 
 
 def called_by(network: nn.Module, call: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> nn.Module:

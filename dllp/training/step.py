@@ -30,7 +30,7 @@ from dllp.training.teacher import Taught, mean_prediction, taught_loss
 def prepare(state: RunState, x: Any, y: Any) -> None:
     """Decide gates that are due, and set learning rate, temperature and budget of the step that comes."""
     if state.gating is not None and state.latents.keep is None and state.progress >= state.config.discrete_at:
-        decide(state, (x, y))
+        decide(state, [(x, y)])
     state.forward.prepare(x, state.place.shards)
     state.lr = scheduled_lr(state)
     set_knobs(state)
@@ -56,34 +56,35 @@ def set_knobs(state: RunState) -> None:
     state.knobs.copy_(knobs, non_blocking=True)
 
 
-def decide(state: RunState, batch: tuple[Any, Any] | None = None) -> None:
+def decide(state: RunState, batches: Sequence[tuple[Any, Any]] = ()) -> None:
     """Decide the gates. From here on only the slab moves, and what remains of the prior is a weight decay on it.
 
-    The networks before and after are measured with the norms' statistics of a batch, where one is given.
+    The networks before and after are measured with the norms' statistics of the batches, where any are given.
     """
     state.latents.set_threshold(state.latents.target or 1.0)
     keep = state.latents.decide()
-    estimate_norms(state, batch)
+    estimate_norms(state, batches)
     measure(state, "before", keep)
     apply_decisions(state, keep)
-    estimate_norms(state, batch)
+    estimate_norms(state, batches)
     measure(state, "after")
 
 
 @torch.no_grad()
-def estimate_norms(state: RunState, batch: tuple[Any, Any] | None) -> None:
-    """Statistics of all batch norms from one pass over a batch, with the gates as they are."""
-    if batch is None:
+def estimate_norms(state: RunState, batches: Sequence[tuple[Any, Any]]) -> None:
+    """Statistics of all batch norms from passes over the batches, with the gates as they are."""
+    if not batches:
         return
     z, device, shards = gates_now(state), state.particles.device, state.place.shards
     state.particles.begin_step()  # small networks have the last step's weights, too
+    state.forward.prepare(batches[0][0], shards)
+    together = state.config.sync_batch_norm and shards.size > 1
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        for i, network in enumerate(state.particles.active):
-            with estimating(network, trees.count(batch)):
-                state.objective(state.forward.unfused(i, z[i]), *batch)
-            if shards.size > 1:  # the same networks everywhere
-                for buffer in filter(Tensor.is_floating_point, network.buffers()):
-                    shards.all_reduce_(buffer).div_(shards.size)
+        for i, row in enumerate(z):
+            network = state.forward(i, row) if together else state.forward.unfused(i, row)
+            with estimating(network):
+                for x, y in batches:
+                    state.objective(network, x, y)
 
 
 def apply_decisions(state: RunState, keep: Tensor) -> None:
