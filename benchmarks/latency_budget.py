@@ -38,6 +38,8 @@ def main() -> None:
     model = zoo.build(given.model, given.classes, shape[0], image_size=shape[-1])
     options = dict(runtime=given.runtime, threads=given.threads, batch=given.batch)
     profile = measure_profile(model, shape, progress=lambda text: print(text, flush=True), **options)
+    if given.out is not None:
+        profile.write(given.out / f"{given.model}-{given.runtime}-{given.threads}-{given.batch}.json")
     data = torch.randn(EXAMPLES, *shape), torch.arange(EXAMPLES) % given.classes
     choice = dict(keep_latency=given.keep, epochs=0, batch_size=2, init="given", units=given.units, device="cpu")
     result = dllp.prune(model, data, profile=profile, progress=False, **choice)
@@ -46,7 +48,6 @@ def main() -> None:
     line |= {"command": command(), "date": time.strftime("%Y-%m-%d"), **environment()}
     print(json.dumps(line))
     if given.out is not None:
-        profile.write(given.out / f"{given.model}-{given.runtime}-{given.threads}-{given.batch}.json")
         with open(given.out / "budgets.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
