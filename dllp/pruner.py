@@ -304,7 +304,8 @@ class Pruner(torch.optim.Optimizer):
         run = self.run
         decided = any((moment.name, moment.step) == ("after", run.step_index) for moment in run.moments)
         first = decided and run.particles.active[i].training and i not in self._called
-        self._called |= {i} if first else set()
+        if first:
+            self._called.add(i)
         return first
 
     def _gates(self) -> Tensor:

@@ -56,15 +56,15 @@ def train(
             if on_epoch is not None:
                 on_epoch(state.history[-1])
     if state.gating is not None and state.latents.keep is None:
-        decide(state, _some(state, batches))
+        decide(state, _for_norms(state, batches))
     state.particles.finish()
     if not any(moment.name == "end" for moment in state.moments):
         measure(state, "end")
     return state.history
 
 
-def _some(state: RunState, batches: Batches) -> list[tuple[Any, Any]]:
-    """Batches for the norms of networks that are decided at the end, and no step mends."""
+def _for_norms(state: RunState, batches: Batches) -> list[tuple[Any, Any]]:
+    """Batches for the norms of networks that are decided at the end: no step comes that would mend them."""
     found, examples = [], 0
     for whole in batches.epoch(state.config.epochs - 1):
         found.append(state.place.shard(*whole)[:2])
