@@ -294,7 +294,7 @@ class Pruner(torch.optim.Optimizer):
 
         def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             network = self.run.particles.active[i]
-            with estimating(network) if self._just_decided(i) else nullcontext():
+            with estimating(network, steps=1) if self._just_decided(i) else nullcontext():
                 return forward.called(i, self._gates_of(i), args, kwargs)
 
         return called_by(self.run.particles.active[i], call)

@@ -145,8 +145,8 @@ class Forward:
 
 
 @contextmanager
-def estimating(network: nn.Module) -> Iterator[None]:
-    """Take the statistics of batch norms in training mode from the passes within alone.
+def estimating(network: nn.Module, steps: int = 0) -> Iterator[None]:
+    """Take the statistics of batch norms in training mode from the passes within alone, which count as so many steps.
 
     Running statistics are of gates that were drawn, by weights of some steps ago: what they say of a network whose
     gates are decided is worse than what a few examples say.
@@ -162,7 +162,7 @@ def estimating(network: nn.Module) -> Iterator[None]:
     finally:
         for norm, (momentum, tracked) in zip(norms, known, strict=True):
             norm.momentum = momentum
-            norm.get_buffer(TRACKED).copy_(tracked + int(torch.is_grad_enabled()))  # a pass of training counts
+            norm.get_buffer(TRACKED).copy_(tracked + steps)
 
 
 def called_by(network: nn.Module, call: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> nn.Module:

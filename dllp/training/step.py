@@ -70,19 +70,20 @@ def decide(state: RunState, batches: Sequence[tuple[Any, Any]] = ()) -> None:
     measure(state, "after")
 
 
-@torch.no_grad()
 def estimate_norms(state: RunState, batches: Sequence[tuple[Any, Any]]) -> None:
     """Statistics of all batch norms from passes over the batches, with the gates as they are."""
     if not batches:
         return
     z, device, shards = gates_now(state), state.particles.device, state.place.shards
-    state.particles.begin_step()  # small networks have the last step's weights, too
+    with torch.no_grad():
+        state.particles.begin_step()  # small networks have the last step's weights, too
     state.forward.prepare(batches[0][0], shards)
     together = state.config.sync_batch_norm and shards.size > 1
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for i, row in enumerate(z):
             network = state.forward(i, row) if together else state.forward.unfused(i, row)
-            with estimating(network):
+            # a loss of the user's own may take gradients
+            with estimating(network), torch.set_grad_enabled(state.objective.loss is not None):
                 for x, y in batches:
                     state.objective(network, x, y)
 

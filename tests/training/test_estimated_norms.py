@@ -42,7 +42,7 @@ def test_they_are_the_means_over_the_batches(count: int) -> None:
         alone(x)
         seen.append(copy.deepcopy([dict(norm.named_buffers()) for norm in norms(alone)]))
     torch.manual_seed(1)
-    with torch.no_grad(), estimating(model):
+    with estimating(model):
         for x in batches:
             model(x)
     for k, norm in enumerate(norms(model)):
@@ -54,7 +54,7 @@ def test_they_are_the_means_over_the_batches(count: int) -> None:
 
 def test_a_backward_pass_goes_through() -> None:
     model = network()
-    with estimating(model):
+    with estimating(model, steps=1):
         found = model(torch.randn(20, 1, 8, 8, dtype=torch.float64))
     found.square().sum().backward()
     assert norms(model)[0].num_batches_tracked == 1
@@ -120,3 +120,18 @@ def test_random_numbers_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch) -
     data = torch.randn(64, 1, 6, 6), torch.arange(64) % 3
     dllp.prune(model, data, keep_flops=0.5, epochs=2, batch_size=16, warmup=0, device="cpu", progress=False)
     assert len(states) == 4 and all(torch.equal(a, b) for a, b in zip(states[::2], states[1::2], strict=True))
+
+
+def test_a_loss_may_take_gradients() -> None:
+    """A penalty on the gradient of the inputs needs them, where norms are estimated as in a step."""
+
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        x, y = batch[0].clone().requires_grad_(), batch[1]
+        found = nn.functional.cross_entropy(net(x), y)
+        (slope,) = torch.autograd.grad(found, x, create_graph=True)
+        return found + slope.square().sum()
+
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), NORM(8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 3))
+    data = [(torch.randn(16, 1, 6, 6), torch.arange(16) % 3) for _ in range(4)]
+    result = dllp.prune(model, data, keep_flops=0.5, epochs=2, warmup=0, device="cpu", progress=False, loss=loss)
+    assert result.sizes[0].macs <= 0.5 * result.dense.macs
