@@ -175,7 +175,7 @@ def run(options: Options, arm: str, seed: int, particles: int) -> dict[str, Any]
     elif arm == "fresh":
         shared |= dict(init="fresh", epochs=options.dense_epochs + options.epochs)
     with switched(arm, math.ceil(len(train) / options.batch)):
-        result = dllp.prune(dense, train, dllp.Config(**shared), progress=False)
+        result = dllp.prune(dense, train, dllp.Config(**shared), validation=held, progress=False)
     found = result.evaluate(held, corrupt=SHIFTED, device=options.device)
     keep = result.gates["keep"].double()
     return {
