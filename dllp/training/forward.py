@@ -144,6 +144,12 @@ class Forward:
         return results
 
 
+def running_norms(network: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
+    """Batch norms in training mode that keep running statistics."""
+    kinds = nn.modules.batchnorm._BatchNorm
+    return [m for m in network.modules() if isinstance(m, kinds) and m.training and m.track_running_stats]
+
+
 @contextmanager
 def estimating(network: nn.Module, steps: int = 0) -> Iterator[None]:
     """Take the statistics of batch norms in training mode from the passes within alone, which count as so many steps.
@@ -151,8 +157,7 @@ def estimating(network: nn.Module, steps: int = 0) -> Iterator[None]:
     Running statistics are of gates that were drawn, by weights of some steps ago: what they say of a network whose
     gates are decided is worse than what a few examples say.
     """
-    kinds = nn.modules.batchnorm._BatchNorm
-    norms = [m for m in network.modules() if isinstance(m, kinds) and m.training and m.track_running_stats]
+    norms = running_norms(network)
     known = [(norm.momentum, norm.get_buffer(TRACKED).clone()) for norm in norms]
     for norm in norms:
         norm.reset_running_stats()

@@ -17,7 +17,7 @@ from dllp.devices import mesh, trees
 from dllp.devices.mesh import Mirror
 from dllp.method import likelihood, schedule, stein
 from dllp.method.update import correct_rows, score_of
-from dllp.training.forward import estimating
+from dllp.training.forward import estimating, running_norms
 from dllp.training.gating import ChannelGating, Scales
 from dllp.training.moments import gates_now, measure
 from dllp.training.objective import Outcome
@@ -72,7 +72,7 @@ def decide(state: RunState, batches: Sequence[tuple[Any, Any]] = ()) -> None:
 
 def estimate_norms(state: RunState, batches: Sequence[tuple[Any, Any]]) -> None:
     """Statistics of all batch norms from passes over the batches, with the gates as they are."""
-    if not batches:
+    if not batches or not running_norms(state.particles.networks[0]):
         return
     z, device, shards = gates_now(state), state.particles.device, state.place.shards
     with torch.no_grad():
@@ -84,7 +84,7 @@ def estimate_norms(state: RunState, batches: Sequence[tuple[Any, Any]]) -> None:
             network = state.forward(i, row) if together else state.forward.unfused(i, row)
             # a loss of the user's own may take gradients
             with estimating(network), torch.set_grad_enabled(state.objective.loss is not None):
-                for x, y in batches:
+                for x, y in (part for batch in batches for part in _parts(state, *batch)):
                     state.objective(network, x, y)
 
 
@@ -144,12 +144,8 @@ def gates(state: RunState) -> Tensor:
 def backward(state: RunState, x: Any, y: Any, z: Tensor) -> Tensor:
     """Fill the gradient matrix, and `scores` with the likelihood's own; returns the gates' gradients (n, U)."""
     leaves = [row.detach().requires_grad_(state.phase == "soft") for row in z]
-    # shards differ by one example at most: every process must find the same number of parts
-    size = trees.count(x)
-    least = round(size / state.share) // state.place.shards.size
-    count = min(state.config.accumulate, max(1, least))
-    parts = zip(trees.split(x, count), [None] * count if y is None else y.tensor_split(count), strict=True)
-    found = [_backward_part(state, a, b, leaves, trees.count(a) / size, k > 0) for k, (a, b) in enumerate(parts)]
+    size, parts = trees.count(x), enumerate(_parts(state, x, y))
+    found = [_backward_part(state, a, b, leaves, trees.count(a) / size, k > 0) for k, (a, b) in parts]
     losses, hits, noises, through = (reduce(torch.add, values) for values in zip(*found, strict=True))
     if state.place.shards.size > 1:
         losses, hits, noises, through = _over_shards(state, losses, hits, noises, through)
@@ -159,6 +155,14 @@ def backward(state: RunState, x: Any, y: Any, z: Tensor) -> Tensor:
     state.statistics[1] += hits
     state.latents.d_noise.copy_(noises).neg_()  # whatever beta is: Adam takes no notice of a factor, 0 apart
     return through
+
+
+def _parts(state: RunState, x: Any, y: Any) -> list[tuple[Any, Any]]:
+    """A batch in the parts that go through the networks one after another, `accumulate` of them at most."""
+    # shards differ by one example at most: every process must find the same number
+    least = round(trees.count(x) / state.share) // state.place.shards.size
+    count = min(state.config.accumulate, max(1, least))
+    return list(zip(trees.split(x, count), [None] * count if y is None else y.tensor_split(count), strict=True))
 
 
 def _backward_part(

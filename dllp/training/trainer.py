@@ -67,7 +67,8 @@ def _for_norms(state: RunState, batches: Batches) -> list[tuple[Any, Any]]:
     """Batches for the norms of networks that are decided at the end: no step comes that would mend them."""
     found, examples = [], 0
     for whole in batches.epoch(state.config.epochs - 1):
-        found.append(state.place.shard(*whole)[:2])
+        x, y, state.share = state.place.shard(*whole)
+        found.append((x, y))
         examples += trees.count(whole)
         if examples >= ENOUGH:
             break

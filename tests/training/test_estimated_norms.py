@@ -135,3 +135,23 @@ def test_a_loss_may_take_gradients() -> None:
     data = [(torch.randn(16, 1, 6, 6), torch.arange(16) % 3) for _ in range(4)]
     result = dllp.prune(model, data, keep_flops=0.5, epochs=2, warmup=0, device="cpu", progress=False, loss=loss)
     assert result.sizes[0].macs <= 0.5 * result.dense.macs
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_batches_go_through_in_the_parts_of_a_step(accumulate: int) -> None:
+    """A batch that fits into memory in parts only must not go through whole; without batch norms none goes at all."""
+    seen: list[int] = []
+
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        if not torch.is_grad_enabled() or net.training:
+            seen.append(len(batch[0]))
+        return nn.functional.cross_entropy(net(batch[0]), batch[1])
+
+    data = [(torch.randn(16, 1, 6, 6), torch.arange(16) % 3) for _ in range(4)]
+    for norm, passes in ((NORM(8), 2), (nn.Identity(), 0)):
+        seen.clear()
+        model = nn.Sequential(nn.Conv2d(1, 8, 3), norm, nn.ReLU(), nn.Flatten(), nn.Linear(128, 3))
+        options: dict[str, Any] = dict(keep_flops=0.5, epochs=2, particles=1, warmup=0, device="cpu", progress=False)
+        dllp.prune(model, data, loss=loss, accumulate=accumulate, **options)
+        found = [size for size in seen if size > 2]  # two examples are looked at before a run
+        assert found == [16 // accumulate] * ((8 + passes) * accumulate)
